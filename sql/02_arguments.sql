@@ -1,0 +1,126 @@
+create or replace function taskboard.exact(span interval)
+returns interval
+language sql
+immutable
+set search_path = pg_catalog, pg_temp
+as $$ select make_interval(secs => extract(epoch from exact.span)::double precision) $$;
+
+comment on function taskboard.exact(interval) is
+$$Turn days and months into seconds (internal).
+'1 day' is 23 to 25 hours by the caller's time zone; what we add to a clock must not be.$$;
+
+create or replace function taskboard.check_name(argument text, value text)
+returns void
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  if check_name.value is null then
+    raise exception using errcode = '22004',
+      message = format('%s must not be null', check_name.argument),
+      hint = format('Give %s a text of 1 to 200 characters.', check_name.argument);
+  end if;
+  if check_name.value = '' or char_length(check_name.value) > 200
+    or check_name.value ~ '[[:cntrl:]]'
+  then
+    raise exception using errcode = '22023',
+      message = format('%s is empty, too long, or has control characters', check_name.argument),
+      hint = format('Give %s a text of 1 to 200 printable characters.', check_name.argument);
+  end if;
+end
+$$;
+
+comment on function taskboard.check_name(text, text) is
+$$Refuse a name that is null (22004), empty, over 200 characters or unprintable (22023) (internal).$$;
+
+create or replace function taskboard.check_span(
+  argument text, value interval, lowest interval, highest interval)
+returns interval
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  -- Compared before exact(): an infinite interval has no epoch on PostgreSQL 17 and later.
+  if check_span.value < check_span.lowest or check_span.value > check_span.highest then
+    raise exception using errcode = '22023',
+      message = format('%s is out of bounds', check_span.argument),
+      hint = format('Give %s between %s and %s.',
+        check_span.argument, check_span.lowest, check_span.highest);
+  end if;
+  return taskboard.exact(check_span.value);
+end
+$$;
+
+comment on function taskboard.check_span(text, interval, interval, interval) is
+$$Refuse a duration outside its bounds (22023), else return it in seconds (internal).
+Null passes: it stands for a default.$$;
+
+create or replace function taskboard.check_document(argument text, value jsonb, most integer)
+returns void
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  -- A document that comes compressed from a table is measured as it will be read.
+  if (case when pg_column_compression(check_document.value) is null
+      then pg_column_size(check_document.value)
+      else octet_length(check_document.value::text) end) > check_document.most
+  then
+    raise exception using errcode = '22023',
+      message = format('%s is larger than %s bytes', check_document.argument, check_document.most),
+      hint = 'Store large data elsewhere and put a reference into the document.';
+  end if;
+end
+$$;
+
+comment on function taskboard.check_document(text, jsonb, integer) is
+$$Refuse a document that is too large (22023) (internal). Null passes.$$;
+
+create or replace function taskboard.check_pairs(job_ids uuid[], lease_tokens uuid[], most integer)
+returns void
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  if check_pairs.job_ids is null or check_pairs.lease_tokens is null then
+    raise exception using errcode = '22004',
+      message = 'job_ids and lease_tokens must not be null',
+      hint = 'Give two arrays of equal length; empty arrays are fine.';
+  end if;
+  if cardinality(check_pairs.job_ids) <> cardinality(check_pairs.lease_tokens)
+    or coalesce(array_ndims(check_pairs.job_ids), 1) <> 1
+    or coalesce(array_ndims(check_pairs.lease_tokens), 1) <> 1
+    or array_position(check_pairs.job_ids, null) is not null
+    or array_position(check_pairs.lease_tokens, null) is not null
+  then
+    raise exception using errcode = '22023',
+      message = 'job_ids and lease_tokens do not match, or hold nulls',
+      hint = 'Give each job id its lease token at the same place.';
+  end if;
+  if cardinality(check_pairs.job_ids) > check_pairs.most then
+    raise exception using errcode = '22023',
+      message = format('more than %s jobs in one call', check_pairs.most),
+      hint = 'Send smaller batches.';
+  end if;
+end
+$$;
+
+comment on function taskboard.check_pairs(uuid[], uuid[], integer) is
+$$Refuse arrays of job ids and lease tokens that do not match (22004, 22023) (internal).$$;
+
+create or replace function taskboard.check_ownership(job_id uuid, lease_token uuid)
+returns void
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  if check_ownership.job_id is null or check_ownership.lease_token is null then
+    raise exception using errcode = '22004',
+      message = 'job_id and lease_token must not be null',
+      hint = 'Pass both as claim returned them.';
+  end if;
+end
+$$;
+
+comment on function taskboard.check_ownership(uuid, uuid) is
+$$Refuse a null job id or lease token (22004) (internal).$$;

@@ -1,0 +1,84 @@
+create or replace function taskboard.note_incident(
+  what text, job_id uuid default null, queue text default null, kind text default null,
+  worker text default null, detail text default null)
+returns void
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_now timestamptz := clock_timestamp();
+  v_cap integer;
+begin
+  select s.incidents_per_minute into v_cap from taskboard.settings as s;
+  -- The cap looks at the cap-th newest row: one short index scan, however many there are.
+  if v_cap = 0 or exists (
+    select from (
+      select i.happened_at from taskboard.incidents as i
+      order by i.id desc limit 1 offset v_cap - 1) as oldest
+    where oldest.happened_at > v_now - make_interval(secs => 60))
+  then
+    return;
+  end if;
+  insert into taskboard.incidents (happened_at, what, job_id, queue, kind, worker, by_role, detail)
+  values (
+    v_now, note_incident.what, note_incident.job_id, note_incident.queue, note_incident.kind,
+    note_incident.worker, taskboard.caller(), left(note_incident.detail, 1000));
+end
+$$;
+
+comment on function taskboard.note_incident(text, uuid, text, text, text, text) is
+$$Append one row of evidence, unless the last minute is full (internal).
+At most settings.incidents_per_minute rows a minute, so that nobody fills the disk with refusals.$$;
+
+create or replace function taskboard.caller()
+returns text
+language plpgsql
+stable
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  -- In a definer function current_user is the owner; "role" is what the caller chose by set role.
+  return coalesce(nullif(nullif(current_setting('role', true), 'none'), ''), session_user);
+end
+$$;
+
+comment on function taskboard.caller() is
+$$Return the role whose rights count: that of set role, else the login (internal).$$;
+
+create or replace function taskboard.note_lapse(
+  job_id uuid, lane_id integer, leased_by text, lost_leases integer)
+returns text
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  perform taskboard.note_incident(
+    'lease_lapsed', note_lapse.job_id, l.queue, l.kind, note_lapse.leased_by,
+    format('lost lease %s of this job', note_lapse.lost_leases))
+  from taskboard.lanes as l
+  where l.id = note_lapse.lane_id;
+  return note_lapse.leased_by;
+end
+$$;
+
+comment on function taskboard.note_lapse(uuid, integer, text, integer) is
+$$Record that a claim took over a lapsed lease; return who had it (internal).
+Called from inside the claiming update, so that a claim without a lapse pays nothing.$$;
+
+create or replace function taskboard.note_refusal(verb text, job_id uuid, lease_token uuid)
+returns void
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  perform taskboard.note_incident(
+    'write_refused', note_refusal.job_id, detail => format('%s: %s', note_refusal.verb,
+      taskboard.lease_status(note_refusal.job_id, note_refusal.lease_token)));
+end
+$$;
+
+comment on function taskboard.note_refusal(text, uuid, uuid) is
+$$Record a write that was refused, with the reason that lease_status gives (internal).$$;

@@ -1,0 +1,160 @@
+create or replace function taskboard.take_unique_key(
+  kind text, key text, job_id uuid, held_until timestamptz)
+returns uuid
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_holder taskboard.unique_keys;
+  v_now timestamptz;
+begin
+  -- Insert, else look, else again: in one statement the look would miss a holder that committed
+  -- in between, and a holder may finish between our insert and our look.
+  loop
+    insert into taskboard.unique_keys (kind, key, job_id, live, held_until)
+    values (
+      take_unique_key.kind, take_unique_key.key, take_unique_key.job_id, true,
+      take_unique_key.held_until)
+    on conflict do nothing;
+    exit when found;
+    v_now := clock_timestamp();
+    select u.* into v_holder
+    from taskboard.unique_keys as u
+    where u.kind = take_unique_key.kind and u.key = take_unique_key.key;
+    if found and (v_holder.live or v_holder.held_until > v_now) then
+      return v_holder.job_id;
+    end if;
+    update taskboard.unique_keys as u
+    set job_id = take_unique_key.job_id, live = true, held_until = take_unique_key.held_until
+    where u.kind = take_unique_key.kind and u.key = take_unique_key.key
+      and not u.live and u.held_until <= v_now;
+    exit when found;
+  end loop;
+  return take_unique_key.job_id;
+end
+$$;
+
+comment on function taskboard.take_unique_key(text, text, uuid, timestamptz) is
+$$Take a unique key for a job; return its holder, new or old (internal).
+Waits for a transaction that is just taking or freeing the key; never locks a holder's row.$$;
+
+create or replace function taskboard.free_unique_key(kind text, key text, job_id uuid)
+returns void
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_now timestamptz := clock_timestamp();
+begin
+  delete from taskboard.unique_keys as u
+  where u.kind = free_unique_key.kind and u.key = free_unique_key.key
+    and u.job_id = free_unique_key.job_id
+    and (u.held_until is null or u.held_until <= v_now);
+  if not found then
+    update taskboard.unique_keys as u
+    set live = false
+    where u.kind = free_unique_key.kind and u.key = free_unique_key.key
+      and u.job_id = free_unique_key.job_id;
+  end if;
+end
+$$;
+
+comment on function taskboard.free_unique_key(text, text, uuid) is
+$$Free a finished job's unique key, or leave it held for the rest of unique_for (internal).$$;
+
+create or replace function taskboard.join_serial_key(
+  key text, job_id uuid, out serial_no bigint, out has_turn boolean)
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  loop
+    insert into taskboard.serial_keys (key, turn_of, turn_no, last_no)
+    select join_serial_key.key, join_serial_key.job_id, n, n
+    from nextval('taskboard.serial_numbers') as n
+    on conflict do nothing
+    returning turn_no into serial_no;
+    if found then
+      has_turn := true;
+      return;
+    end if;
+    -- Lock first, then draw: the number's order is the order of the key.
+    perform taskboard.take_turn_lock(join_serial_key.key);
+    -- An update and not only a lock, so that a hand-over at repeatable read, whose snapshot does
+    -- not show the job we are about to add, fails with 40001 and is repeated.
+    update taskboard.serial_keys as s
+    set last_no = nextval('taskboard.serial_numbers')
+    where s.key = join_serial_key.key
+    returning s.last_no into serial_no;
+    if found then
+      has_turn := false;
+      return;
+    end if;
+  end loop;
+end
+$$;
+
+comment on function taskboard.join_serial_key(text, uuid) is
+$$Queue a job up behind its serial key; tell its number and whether it has the turn (internal).
+Locks the key's row until the transaction ends.$$;
+
+create or replace function taskboard.take_turn_lock(key text)
+returns boolean
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  perform from taskboard.serial_keys as s where s.key = take_turn_lock.key for update;
+  return true;
+end
+$$;
+
+comment on function taskboard.take_turn_lock(text) is
+$$Lock a serial key's row; always true (internal).
+True, so that it can stand in the condition of the statement that then locks the job's row: the
+key comes before the job, and a job without a key pays nothing.$$;
+
+create or replace function taskboard.hand_over(key text, job_id uuid)
+returns void
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_turn_no bigint;
+  v_next record;
+begin
+  select s.turn_no into v_turn_no
+  from taskboard.serial_keys as s
+  where s.key = hand_over.key and s.turn_of = hand_over.job_id;
+  if not found then
+    return; -- it was waiting itself: the turn stays where it is
+  end if;
+  select j.id, j.serial_no, l.queue into v_next
+  from taskboard.jobs as j
+  join taskboard.lanes as l on l.id = j.lane_id
+  where j.serial_key = hand_over.key and j.waits_for = 'turn' and j.serial_no > v_turn_no
+  order by j.serial_no
+  limit 1;
+  if not found then
+    delete from taskboard.serial_keys as s where s.key = hand_over.key;
+    return;
+  end if;
+  update taskboard.serial_keys as s
+  set turn_of = v_next.id, turn_no = v_next.serial_no
+  where s.key = hand_over.key;
+  update taskboard.jobs as j
+  set waits_for = null, claimable_at = greatest(j.run_at, clock_timestamp())
+  where j.id = v_next.id;
+  perform taskboard.wake(v_next.queue);
+end
+$$;
+
+comment on function taskboard.hand_over(text, uuid) is
+$$Give a finished job's turn to the next job of its serial key (internal).
+The caller holds the key's row. The next is looked for after the last number that had the turn, so
+the cost does not grow with how many had it before.$$;

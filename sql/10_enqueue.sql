@@ -1,0 +1,230 @@
+create or replace function taskboard.new_job_id(shard integer, at timestamptz)
+returns uuid
+language sql
+volatile
+set search_path = pg_catalog, pg_temp
+as $$
+  -- 48 bits of milliseconds, version 7, 58 random bits, 16 bits of shard.
+  select (
+    lpad(to_hex((extract(epoch from new_job_id.at) * 1000)::bigint), 12, '0')
+    || '7' || substr(replace(gen_random_uuid()::text, '-', ''), 14, 15)
+    || lpad(to_hex(new_job_id.shard), 4, '0'))::uuid
+$$;
+
+comment on function taskboard.new_job_id(integer, timestamptz) is
+$$Make a time-ordered random job id that carries its shard (internal).
+Random and not a sequence: a failover or a restore must never issue an id again.$$;
+
+create or replace function taskboard.register_lane(queue text, kind text, priority integer)
+returns integer
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_fresh integer;
+  v_returning integer;
+begin
+  perform taskboard.check_name('kind', register_lane.kind);
+  perform taskboard.check_name('queue', register_lane.queue);
+  if register_lane.priority is null or register_lane.priority not between 0 and 9 then
+    raise exception using errcode = '22023',
+      message = 'priority is out of bounds',
+      hint = 'Give priority between 0 (first) and 9 (last).';
+  end if;
+  select l.id into v_fresh
+  from taskboard.lanes as l
+  where l.queue = register_lane.queue and l.kind = register_lane.kind
+    and l.priority = register_lane.priority and not l.returning
+  order by l.id
+  limit 1;
+  if not found then
+    -- No unique constraint: a second first registration must not wait for ours to commit.
+    v_returning := nextval('taskboard.lane_ids');
+    v_fresh := nextval('taskboard.lane_ids');
+    insert into taskboard.lanes (id, queue, kind, priority, "returning", returns_to)
+    values
+      (v_returning, register_lane.queue, register_lane.kind, register_lane.priority, true,
+        v_returning),
+      (v_fresh, register_lane.queue, register_lane.kind, register_lane.priority, false,
+        v_returning);
+  end if;
+  return v_fresh;
+end
+$$;
+
+comment on function taskboard.register_lane(text, text, integer) is
+$$Find or make the lane for fresh jobs of a queue, kind and priority; return its id (internal).
+Raises 22004, 22023 for a bad name or priority.$$;
+
+create or replace function taskboard.check_options(
+  run_at timestamptz, delay interval, unique_for interval, has_key boolean,
+  max_attempts integer, max_lost_leases integer, lease interval, timeout interval,
+  on_unknown text, headers jsonb)
+returns void
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_set taskboard.settings;
+begin
+  select s.* into v_set from taskboard.settings as s;
+  if check_options.run_at is not null and check_options.delay is not null then
+    raise exception using errcode = '22023',
+      message = 'run_at and delay are both given',
+      hint = 'Give run_at for an instant, or delay for a time from now.';
+  end if;
+  if not isfinite(check_options.run_at)
+    or check_options.run_at > clock_timestamp() + v_set.delay_most
+  then
+    raise exception using errcode = '22023',
+      message = 'run_at is infinite or too far ahead',
+      hint = format('Give run_at within %s from now.', v_set.delay_most);
+  end if;
+  perform taskboard.check_span('delay', check_options.delay, '0', v_set.delay_most);
+  perform taskboard.check_span('unique_for', check_options.unique_for, '0', v_set.delay_most);
+  perform taskboard.check_span('lease', check_options.lease, v_set.lease_least, v_set.lease_most);
+  perform taskboard.check_span(
+    'timeout', check_options.timeout, v_set.lease_least, v_set.delay_most);
+  if check_options.unique_for is not null and not check_options.has_key then
+    raise exception using errcode = '22023',
+      message = 'unique_for is given without a unique key',
+      hint = 'unique_for says how long unique_key is held.';
+  end if;
+  if check_options.max_attempts not between 1 and 1000000
+    or check_options.max_lost_leases not between 1 and 1000000
+  then
+    raise exception using errcode = '22023',
+      message = 'max_attempts or max_lost_leases is out of bounds',
+      hint = 'Give 1 to 1000000.';
+  end if;
+  if check_options.on_unknown is null or check_options.on_unknown not in ('retry', 'hold') then
+    raise exception using errcode = '22023',
+      message = 'on_unknown is neither retry nor hold',
+      hint = 'retry repeats an effect whose outcome is unknown, hold asks a person.';
+  end if;
+  if jsonb_typeof(check_options.headers) <> 'object' then
+    raise exception using errcode = '22023',
+      message = 'headers is not an object',
+      hint = 'Give headers as a JSON object.';
+  end if;
+  perform taskboard.check_document('headers', check_options.headers, v_set.payload_bytes);
+end
+$$;
+
+comment on function taskboard.check_options(timestamptz, interval, interval, boolean, integer,
+  integer, interval, interval, text, jsonb) is
+$$Refuse options of enqueue that are out of bounds or do not go together (22023) (internal).$$;
+
+create or replace function taskboard.enqueue(
+  kind text, payload jsonb default '{}', queue text default 'default', priority integer default 5,
+  run_at timestamptz default null, delay interval default null,
+  unique_key text default null, unique_for interval default null, serial_key text default null,
+  max_attempts integer default null, max_lost_leases integer default null,
+  lease interval default null, timeout interval default null,
+  on_unknown text default 'retry', headers jsonb default null)
+returns setof taskboard.enqueued
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '5s'
+as $$
+declare
+  v_row taskboard.enqueued;
+  v_set record;
+  v_now timestamptz;
+  v_due timestamptz;
+  v_id uuid;
+  v_holder uuid;
+  v_turn record;
+  v_serial_no bigint;
+  v_blocked boolean := false;
+begin
+  if coalesce(enqueue.run_at is not null, false) or enqueue.delay is not null
+    or enqueue.unique_for is not null or enqueue.max_attempts is not null
+    or enqueue.max_lost_leases is not null or enqueue.lease is not null
+    or enqueue.timeout is not null or enqueue.on_unknown is distinct from 'retry'
+    or enqueue.headers is not null
+  then
+    perform taskboard.check_options(
+      enqueue.run_at, enqueue.delay, enqueue.unique_for, enqueue.unique_key is not null,
+      enqueue.max_attempts, enqueue.max_lost_leases, enqueue.lease, enqueue.timeout,
+      enqueue.on_unknown, enqueue.headers);
+  end if;
+  if enqueue.payload is null then
+    raise exception using errcode = '22004', message = 'payload must not be null',
+      hint = 'Give a JSON document; the JSON null is one.';
+  end if;
+
+  -- The transaction id before the clock: whoever sees a later id may trust the date below.
+  perform pg_current_xact_id();
+  select s.payload_bytes, s.shard, s.max_attempts, s.max_lost_leases, l.id as lane_id into v_set
+  from taskboard.settings as s
+  left join lateral (
+    select l.id from taskboard.lanes as l
+    where l.queue = enqueue.queue and l.kind = enqueue.kind and l.priority = enqueue.priority
+      and not l.returning
+    order by l.id
+    limit 1) as l on true;
+  if v_set.lane_id is null then
+    v_set.lane_id := taskboard.register_lane(enqueue.queue, enqueue.kind, enqueue.priority);
+  end if;
+  perform taskboard.check_document('payload', enqueue.payload, v_set.payload_bytes);
+
+  v_now := clock_timestamp();
+  v_due := coalesce(enqueue.run_at, v_now + taskboard.exact(enqueue.delay), v_now);
+  v_id := taskboard.new_job_id(v_set.shard, v_now);
+  if enqueue.unique_key is not null then
+    perform taskboard.check_name('unique_key', enqueue.unique_key);
+  end if;
+  if enqueue.serial_key is not null then
+    perform taskboard.check_name('serial_key', enqueue.serial_key);
+  end if;
+  if enqueue.unique_key is not null then
+    v_holder := taskboard.take_unique_key(
+      enqueue.kind, enqueue.unique_key, v_id, v_now + taskboard.exact(enqueue.unique_for));
+    if v_holder <> v_id then
+      v_row := row(v_holder, false);
+      return next v_row;
+      return;
+    end if;
+  end if;
+  if enqueue.serial_key is not null then
+    v_turn := taskboard.join_serial_key(enqueue.serial_key, v_id);
+    v_serial_no := v_turn.serial_no;
+    v_blocked := not v_turn.has_turn;
+  end if;
+  if v_holder is not null or v_serial_no is not null then
+    v_now := clock_timestamp(); -- we may have waited for a key
+  end if;
+
+  insert into taskboard.jobs (
+    id, lane_id, claimable_at, run_at, created_at, lease, timeout, max_attempts, max_lost_leases,
+    serial_no, on_unknown, waits_for, unique_key, serial_key, headers, payload)
+  values (
+    v_id, v_set.lane_id, case when v_blocked then 'infinity' else greatest(v_due, v_now) end, v_due,
+    v_now, taskboard.exact(enqueue.lease), taskboard.exact(enqueue.timeout),
+    coalesce(enqueue.max_attempts, v_set.max_attempts),
+    coalesce(enqueue.max_lost_leases, v_set.max_lost_leases), v_serial_no, enqueue.on_unknown,
+    case when v_blocked then 'turn' end, enqueue.unique_key, enqueue.serial_key, enqueue.headers,
+    enqueue.payload);
+  if not v_blocked then
+    perform taskboard.wake(enqueue.queue, v_due - v_now);
+  end if;
+  v_row := row(v_id, true);
+  return next v_row;
+end
+$$;
+
+comment on function taskboard.enqueue(text, jsonb, text, integer, timestamptz, interval, text,
+  interval, text, integer, integer, interval, interval, text, jsonb) is
+$$Add one job; return its id, or that of the job that holds the unique key.
+created tells which. Part of the caller's transaction: nobody sees the job before it commits.
+unique_key: one live job of a kind holds it; with unique_for it stays held that long from now, also
+when the job has ended. serial_key: jobs with one key run one at a time, in the order enqueued.
+run_at (an instant) or delay (from now), not both. lease, timeout: for this job's claims.
+on_unknown: 'retry' repeats an effect whose outcome is unknown, 'hold' asks a person.
+Waits for a transaction that is just enqueueing the same key, at most 5 s (55P03).
+Errors: 22004, 22023; above read committed 40001 for a key that was taken meanwhile.
+Role: taskboard_producer.$$;

@@ -1,0 +1,190 @@
+create or replace function taskboard.check_keys(argument text, keys text[], wanted integer)
+returns void
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  if check_keys.keys is null then
+    return;
+  end if;
+  if cardinality(check_keys.keys) <> check_keys.wanted
+    or coalesce(array_ndims(check_keys.keys), 1) <> 1
+  then
+    raise exception using errcode = '22023',
+      message = format('%s and payloads differ in length', check_keys.argument),
+      hint = 'Give one key for each payload, null for none.';
+  end if;
+  perform taskboard.check_name(check_keys.argument, k)
+  from unnest(check_keys.keys) as k
+  where k is not null;
+end
+$$;
+
+comment on function taskboard.check_keys(text, text[], integer) is
+$$Refuse an array of keys that does not match the payloads (22023) (internal). Null passes.$$;
+
+create or replace function taskboard.enqueue_many(
+  kind text, payloads jsonb[], queue text default 'default', priority integer default 5,
+  run_at timestamptz default null, delay interval default null,
+  unique_keys text[] default null, unique_for interval default null,
+  serial_keys text[] default null,
+  max_attempts integer default null, max_lost_leases integer default null,
+  lease interval default null, timeout interval default null,
+  on_unknown text default 'retry', headers jsonb default null)
+returns setof taskboard.enqueued
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '5s'
+as $$
+declare
+  v_set taskboard.settings;
+  v_lane integer;
+  v_now timestamptz;
+  v_due timestamptz;
+begin
+  perform taskboard.check_options(
+    enqueue_many.run_at, enqueue_many.delay, enqueue_many.unique_for,
+    enqueue_many.unique_keys is not null, enqueue_many.max_attempts, enqueue_many.max_lost_leases,
+    enqueue_many.lease, enqueue_many.timeout, enqueue_many.on_unknown, enqueue_many.headers);
+  select s.* into v_set from taskboard.settings as s;
+  if enqueue_many.payloads is null or array_position(enqueue_many.payloads, null) is not null then
+    raise exception using errcode = '22004', message = 'payloads is null or holds nulls',
+      hint = 'Give an array of JSON documents; the JSON null is one.';
+  end if;
+  if coalesce(array_ndims(enqueue_many.payloads), 1) <> 1
+    or cardinality(enqueue_many.payloads) > v_set.bulk_jobs
+  then
+    raise exception using errcode = '22023',
+      message = format('payloads is nested, or has more than %s documents', v_set.bulk_jobs),
+      hint = 'Send smaller batches.';
+  end if;
+  perform taskboard.check_document('payload', p, v_set.payload_bytes)
+  from unnest(enqueue_many.payloads) as p
+  where pg_column_size(p) > v_set.payload_bytes or pg_column_compression(p) is not null;
+  perform taskboard.check_keys(
+    'unique_keys', enqueue_many.unique_keys, cardinality(enqueue_many.payloads));
+  perform taskboard.check_keys(
+    'serial_keys', enqueue_many.serial_keys, cardinality(enqueue_many.payloads));
+
+  perform pg_current_xact_id();
+  v_lane := taskboard.register_lane(enqueue_many.queue, enqueue_many.kind, enqueue_many.priority);
+  v_now := clock_timestamp();
+  v_due := coalesce(
+    enqueue_many.run_at, v_now + taskboard.exact(enqueue_many.delay), v_now);
+  if enqueue_many.unique_keys is null and enqueue_many.serial_keys is null then
+    return query
+    insert into taskboard.jobs as j (
+      id, lane_id, claimable_at, run_at, created_at, lease, timeout, max_attempts,
+      max_lost_leases, on_unknown, headers, payload)
+    select
+      taskboard.new_job_id(v_set.shard, v_now), v_lane, greatest(v_due, v_now), v_due, v_now,
+      taskboard.exact(enqueue_many.lease), taskboard.exact(enqueue_many.timeout),
+      coalesce(enqueue_many.max_attempts, v_set.max_attempts),
+      coalesce(enqueue_many.max_lost_leases, v_set.max_lost_leases),
+      enqueue_many.on_unknown, enqueue_many.headers, p
+    from unnest(enqueue_many.payloads) as p
+    returning j.id, true;
+    if not found then
+      return;
+    end if;
+  else
+    return query
+    select k.job_id, k.created
+    from taskboard.enqueue_keyed(
+      enqueue_many.kind, enqueue_many.payloads, v_lane, v_due, enqueue_many.unique_keys,
+      enqueue_many.unique_for, enqueue_many.serial_keys, enqueue_many.max_attempts,
+      enqueue_many.max_lost_leases, enqueue_many.lease, enqueue_many.timeout,
+      enqueue_many.on_unknown, enqueue_many.headers) as k;
+  end if;
+  perform taskboard.wake(enqueue_many.queue, v_due - v_now);
+end
+$$;
+
+comment on function taskboard.enqueue_many(text, jsonb[], text, integer, timestamptz, interval,
+  text[], interval, text[], integer, integer, interval, interval, text, jsonb) is
+$$Add many jobs of one kind; return one row per payload, in input order.
+unique_keys and serial_keys, if given, have one element per payload, null for none; a key that
+stands twice in one call is taken by the first. Everything else as in enqueue.
+Role: taskboard_producer.$$;
+
+create or replace function taskboard.enqueue_keyed(
+  kind text, payloads jsonb[], lane_id integer, due timestamptz, unique_keys text[],
+  unique_for interval, serial_keys text[], max_attempts integer, max_lost_leases integer,
+  lease interval, timeout interval, on_unknown text, headers jsonb)
+returns setof taskboard.enqueued
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_total integer := cardinality(payloads);
+  v_ids uuid[] := array_fill(null::uuid, array[cardinality(payloads)]);
+  v_holders uuid[] := v_ids;
+  v_serial_nos bigint[] := array_fill(null::bigint, array[cardinality(payloads)]);
+  v_turns boolean[] := array_fill(true, array[cardinality(payloads)]);
+  v_shard integer;
+  v_now timestamptz := clock_timestamp();
+  v_turn record;
+  n integer;
+begin
+  select s.shard into v_shard from taskboard.settings as s;
+  -- Keys in sorted order, so that two batches with the same keys cannot block each other;
+  -- within a key in input order.
+  for n in
+    select k.n
+    from generate_series(1, v_total) as k (n)
+    order by enqueue_keyed.unique_keys[k.n], k.n
+  loop
+    v_ids[n] := taskboard.new_job_id(v_shard, v_now);
+    v_holders[n] := v_ids[n];
+    if enqueue_keyed.unique_keys[n] is not null then
+      v_holders[n] := taskboard.take_unique_key(
+        enqueue_keyed.kind, enqueue_keyed.unique_keys[n], v_ids[n],
+        v_now + taskboard.exact(enqueue_keyed.unique_for));
+    end if;
+  end loop;
+  if enqueue_keyed.serial_keys is not null then
+    for n in
+      select k.n::integer
+      from unnest(enqueue_keyed.serial_keys) with ordinality as k (key, n)
+      where k.key is not null
+      order by k.key, k.n
+    loop
+      if v_holders[n] = v_ids[n] then
+        v_turn := taskboard.join_serial_key(enqueue_keyed.serial_keys[n], v_ids[n]);
+        v_serial_nos[n] := v_turn.serial_no;
+        v_turns[n] := v_turn.has_turn;
+      end if;
+    end loop;
+  end if;
+
+  v_now := clock_timestamp(); -- we may have waited for a key
+  insert into taskboard.jobs (
+    id, lane_id, claimable_at, run_at, created_at, lease, timeout, max_attempts, max_lost_leases,
+    serial_no, on_unknown, waits_for, unique_key, serial_key, headers, payload)
+  select
+    k.id, enqueue_keyed.lane_id,
+    case when k.turn then greatest(enqueue_keyed.due, v_now) else 'infinity' end,
+    enqueue_keyed.due, v_now, taskboard.exact(enqueue_keyed.lease),
+    taskboard.exact(enqueue_keyed.timeout),
+    coalesce(enqueue_keyed.max_attempts, s.max_attempts),
+    coalesce(enqueue_keyed.max_lost_leases, s.max_lost_leases),
+    k.serial_no, enqueue_keyed.on_unknown, case when not k.turn then 'turn' end,
+    k.unique_key, k.serial_key, enqueue_keyed.headers, k.payload
+  from taskboard.settings as s
+  cross join unnest(
+    v_ids, v_holders, v_serial_nos, v_turns, enqueue_keyed.unique_keys, enqueue_keyed.serial_keys,
+    enqueue_keyed.payloads) as k (id, holder, serial_no, turn, unique_key, serial_key, payload)
+  where k.holder = k.id;
+
+  return query
+  select k.holder, k.holder = k.id
+  from unnest(v_ids, v_holders) with ordinality as k (id, holder, n)
+  order by k.n;
+end
+$$;
+
+comment on function taskboard.enqueue_keyed(text, jsonb[], integer, timestamptz, text[], interval,
+  text[], integer, integer, interval, interval, text, jsonb) is
+$$Add many jobs of which some have a unique or a serial key (internal).$$;

@@ -1,0 +1,175 @@
+create or replace function taskboard.claim(
+  queues text[] default null, kinds text[] default null, max_jobs integer default 1,
+  lease interval default null, worker text default null)
+returns setof taskboard.claimed
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '5s'
+-- The shape of the plan is a promise: lanes in order, in each the claim index in order. Planned
+-- once, never by counting rows that were not there when the statistics were made.
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_sort = on
+as $$
+declare
+  v_worker text := coalesce(
+    claim.worker, nullif(current_setting('application_name'), ''), 'pid-' || pg_backend_pid());
+  v_lease interval := claim.lease;
+  v_left integer := claim.max_jobs;
+  v_got integer;
+  v_now timestamptz;
+begin
+  perform taskboard.check_claim(claim.queues, claim.kinds, claim.max_jobs, v_lease, v_worker);
+  v_lease := taskboard.exact(v_lease);
+  perform pg_current_xact_id();
+  for v_round in 1..100 loop
+    -- A variable, because only that can be a bound of the index scan.
+    v_now := clock_timestamp();
+    return query
+    update taskboard.jobs as j
+    set lane_id = l.returns_to,
+      attempt = j.attempt + 1,
+      -- Read again here: the rows are locked by now, and we may have waited.
+      claimed_at = clock_timestamp(),
+      claimable_at = clock_timestamp() + coalesce(
+        v_lease, j.lease, (select q.lease from taskboard.queues as q where q.name = l.queue),
+        (select s.lease from taskboard.settings as s)),
+      lease_granted = coalesce(
+        v_lease, j.lease, (select q.lease from taskboard.queues as q where q.name = l.queue),
+        (select s.lease from taskboard.settings as s)),
+      lease_token = gen_random_uuid(),
+      leased_by = v_worker,
+      lost_leases = j.lost_leases + (j.lease_token is not null)::integer,
+      lapsed_by = case when j.lease_token is not null
+        then taskboard.note_lapse(j.id, j.lane_id, j.leased_by, j.lost_leases + 1) end
+    from taskboard.lanes as l
+    -- An array, because it is evaluated exactly once: a sub-select may be run again per row.
+    where j.id = any (array(
+        select c.id
+        from (
+          -- Per priority: returning jobs up to half a batch, then fresh ones, then the rest.
+          -- Lanes of one priority in random order, so that none of them starves.
+          select r.id, s.step, s.take, s.skip
+          from taskboard.lanes as r
+          cross join lateral (values
+            (1, greatest(v_left / 2, 1), 0, true),
+            (2, v_left, 0, false),
+            (3, v_left, greatest(v_left / 2, 1), true)) as s (step, take, skip, returning_lane)
+          where s.returning_lane = r.returning
+            and (claim.queues is null or r.queue = any (claim.queues))
+            and (claim.kinds is null or r.kind = any (claim.kinds))
+            and not exists (
+              select from taskboard.queues as q
+              where q.name = r.queue and q.paused_at is not null)
+            and not exists (select from taskboard.settings as p where p.paused_at is not null)
+          order by r.priority, s.step, random()) as lane
+        cross join lateral (
+          select p.id
+          from taskboard.jobs as p
+          where p.lane_id = lane.id and p.claimable_at <= v_now
+          order by p.lane_id, p.claimable_at, p.id
+          limit lane.take offset lane.skip
+          for update skip locked) as c
+        limit v_left))
+      and l.id = j.lane_id
+      and not (j.lease_token is not null
+        and (j.lost_leases + 1 >= j.max_lost_leases or j.cancel_requested_at is not null))
+    returning
+      j.id, j.lease_token, j.claimable_at, j.lease_granted,
+      coalesce(j.timeout, (select s.timeout from taskboard.settings as s)), l.queue, l.kind,
+      j.payload, j.attempt, j.max_attempts, j.headers, j.failures, j.lost_leases,
+      l.priority::integer, j.run_at, j.created_at;
+    get diagnostics v_got = row_count;
+    v_left := v_left - v_got;
+    exit when v_left = 0
+      or taskboard.sweep_exhausted(claim.queues, claim.kinds, v_now, v_left) = 0;
+  end loop;
+end
+$$;
+
+comment on function taskboard.claim(text[], text[], integer, interval, text) is
+$$Lease up to max_jobs jobs; each row carries a new random lease_token.
+queues, kinds: null means all; a kind that is not named is never claimed and never scanned.
+lease: 0.1 s to 24 h; by default the job's, else the queue's, else settings.lease. timeout: longest
+run of this attempt; after it renewals are refused. worker: by default application_name.
+Zero rows: nothing is ready that nobody else is just taking. Raises attempt by one; a lapsed lease
+that is taken over counts as lost. Jobs that lost their lease too often are ended on the way.
+Locks the rows for update, never waits for one. Needs read committed (0A000).
+Errors: 22004, 22023. Role: taskboard_worker.$$;
+
+create or replace function taskboard.check_claim(
+  queues text[], kinds text[], max_jobs integer, lease interval, worker text)
+returns void
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_most integer;
+  v_least interval;
+  v_longest interval;
+begin
+  if current_setting('transaction_isolation') <> 'read committed' then
+    raise exception using errcode = '0A000',
+      message = 'claim needs the isolation level read committed',
+      hint = 'Claim outside the transaction, or begin it at read committed.';
+  end if;
+  select s.claim_jobs, s.lease_least, s.lease_most into v_most, v_least, v_longest
+  from taskboard.settings as s;
+  if check_claim.max_jobs is null then
+    raise exception using errcode = '22004', message = 'max_jobs must not be null',
+      hint = format('Give 1 to %s.', v_most);
+  end if;
+  if check_claim.max_jobs not between 1 and v_most then
+    raise exception using errcode = '22023', message = 'max_jobs is out of bounds',
+      hint = format('Give 1 to %s.', v_most);
+  end if;
+  if array_position(check_claim.queues, null) is not null
+    or array_position(check_claim.kinds, null) is not null
+  then
+    raise exception using errcode = '22004', message = 'queues or kinds holds nulls',
+      hint = 'Name queues and kinds, or pass null for all.';
+  end if;
+  if check_claim.lease is not null then
+    perform taskboard.check_span('lease', check_claim.lease, v_least, v_longest);
+  end if;
+  if char_length(check_claim.worker) not between 1 and 200 then
+    raise exception using errcode = '22023', message = 'worker is empty or too long',
+      hint = 'Name the worker in 1 to 200 characters.';
+  end if;
+end
+$$;
+
+comment on function taskboard.check_claim(text[], text[], integer, interval, text) is
+$$Refuse arguments of claim that are null or out of bounds (22004, 22023, 0A000) (internal).$$;
+
+create or replace function taskboard.sweep_exhausted(
+  queues text[], kinds text[], now timestamptz, most integer)
+returns bigint
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  return taskboard.finish_exhausted(array(
+    select c.id
+    from taskboard.lanes as l
+    cross join lateral (
+      select p.id
+      from taskboard.jobs as p
+      where p.lane_id = l.id and p.claimable_at <= sweep_exhausted.now
+        and p.lease_token is not null
+        and (p.lost_leases + 1 >= p.max_lost_leases or p.cancel_requested_at is not null)
+      order by p.claimable_at, p.id
+      limit sweep_exhausted.most) as c
+    where l.returning
+      and (sweep_exhausted.queues is null or l.queue = any (sweep_exhausted.queues))
+      and (sweep_exhausted.kinds is null or l.kind = any (sweep_exhausted.kinds))
+    limit sweep_exhausted.most));
+end
+$$;
+
+comment on function taskboard.sweep_exhausted(text[], text[], timestamptz, integer) is
+$$End up to so many exhausted jobs of these queues and kinds; return how many (internal).$$;

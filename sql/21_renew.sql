@@ -1,0 +1,94 @@
+create or replace function taskboard.renew(
+  job_id uuid, lease_token uuid, lease interval default null)
+returns setof taskboard.renewed
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '5s'
+as $$
+#variable_conflict use_column
+declare
+  v_job record;
+  v_now timestamptz;
+begin
+  perform taskboard.check_ownership(renew.job_id, renew.lease_token);
+  perform taskboard.check_span('lease', renew.lease, s.lease_least, s.lease_most)
+  from taskboard.settings as s where renew.lease is not null;
+
+  select j.claimable_at, j.claimed_at, j.lease_granted, j.cancel_requested_at,
+    coalesce(j.timeout, s.timeout) as timeout
+  into v_job
+  from taskboard.jobs as j
+  cross join taskboard.settings as s
+  where j.id = renew.job_id and j.lease_token = renew.lease_token
+  for no key update of j;
+  -- The clock after the lock: a wait for the row must not revive a lease that lapsed meanwhile.
+  v_now := clock_timestamp();
+  if not found or v_job.claimable_at <= v_now or v_job.claimed_at + v_job.timeout <= v_now then
+    perform taskboard.note_refusal('renew', renew.job_id, renew.lease_token);
+    return;
+  end if;
+  return query
+  update taskboard.jobs as j
+  set claimable_at = v_now + coalesce(taskboard.exact(renew.lease), v_job.lease_granted),
+    lease_granted = coalesce(taskboard.exact(renew.lease), v_job.lease_granted)
+  where j.id = renew.job_id
+  returning j.id, j.claimable_at, v_job.cancel_requested_at is not null;
+end
+$$;
+
+comment on function taskboard.renew(uuid, uuid, interval) is
+$$Extend an unexpired lease to lease from now; by default as long as it was granted.
+Zero rows: you no longer own the job (reclaimed, lapsed, finished, past its timeout): stop working
+and do not complete. cancel_requested: somebody asked to stop; end with fail or release.
+Waits at most 5 s for the row (55P03). Errors: 22004, 22023. Role: taskboard_worker.$$;
+
+create or replace function taskboard.renew_many(
+  job_ids uuid[], lease_tokens uuid[], lease interval default null)
+returns setof taskboard.renewed_many
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '5s'
+as $$
+declare
+  v_set taskboard.settings;
+  v_lease interval := renew_many.lease;
+  v_locked uuid[];
+  v_now timestamptz;
+begin
+  select s.* into v_set from taskboard.settings as s;
+  perform taskboard.check_pairs(renew_many.job_ids, renew_many.lease_tokens, v_set.claim_jobs);
+  v_lease := taskboard.check_span('lease', v_lease, v_set.lease_least, v_set.lease_most);
+
+  v_locked := array(
+    select j.id
+    from taskboard.jobs as j
+    join unnest(renew_many.job_ids, renew_many.lease_tokens) as w (id, token)
+      on w.id = j.id and w.token = j.lease_token
+    order by j.id
+    for no key update of j skip locked);
+  -- The clock after the locks, as in renew.
+  v_now := clock_timestamp();
+  return query
+  update taskboard.jobs as j
+  set claimable_at = v_now + coalesce(v_lease, j.lease_granted),
+    lease_granted = coalesce(v_lease, j.lease_granted)
+  where j.id = any (v_locked)
+    and j.claimable_at > v_now
+    and j.claimed_at + coalesce(j.timeout, v_set.timeout) > v_now
+  returning j.id, j.claimable_at, j.cancel_requested_at is not null, 'renewed'::text;
+  return query
+  select j.id, null::timestamptz, j.cancel_requested_at is not null, 'busy'::text
+  from taskboard.jobs as j
+  join unnest(renew_many.job_ids, renew_many.lease_tokens) as w (id, token)
+    on w.id = j.id and w.token = j.lease_token
+  where j.id <> all (v_locked);
+end
+$$;
+
+comment on function taskboard.renew_many(uuid[], uuid[], interval) is
+$$Extend many leases in one call; one locked row does not hold up the others.
+outcome: 'renewed', or 'busy' when the row is locked just now (ask again soon; not lost; no
+lease_expires_at). No row for a job: the lease is lost, as in renew.
+Never waits for a row. Errors: 22004, 22023. Role: taskboard_worker.$$;

@@ -1,0 +1,27 @@
+create or replace function taskboard.next_claimable_at(
+  queues text[] default null, kinds text[] default null)
+returns timestamptz
+language sql
+stable
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+  select min(c.claimable_at)
+  from taskboard.lanes as l
+  cross join lateral (
+    select j.claimable_at
+    from taskboard.jobs as j
+    where j.lane_id = l.id and j.claimable_at < 'infinity'
+    order by j.claimable_at, j.id
+    limit 1) as c
+  where (next_claimable_at.queues is null or l.queue = any (next_claimable_at.queues))
+    and (next_claimable_at.kinds is null or l.kind = any (next_claimable_at.kinds))
+    and not exists (
+      select from taskboard.queues as q where q.name = l.queue and q.paused_at is not null)
+    and not exists (select from taskboard.settings as s where s.paused_at is not null)
+$$;
+
+comment on function taskboard.next_claimable_at(text[], text[]) is
+$$Tell when the next job becomes claimable: the earliest due time or deadline.
+Null when there is none. In the past when something is ready now, or is just being claimed.
+A worker sleeps no longer than until then. Role: taskboard_worker.$$;

@@ -1,0 +1,182 @@
+create or replace function taskboard.complete(
+  job_id uuid, lease_token uuid, result jsonb default null)
+returns setof taskboard.completed
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '5s'
+as $$
+declare
+  v_row taskboard.completed;
+  v_done record;
+begin
+  perform taskboard.check_ownership(complete.job_id, complete.lease_token);
+  if complete.result is not null then
+    perform taskboard.check_document('result', complete.result, s.payload_bytes)
+    from taskboard.settings as s;
+  end if;
+
+  with gone as (
+    delete from taskboard.jobs as j
+    using taskboard.lanes as l
+    -- The fence: only the current token may write. No clock: a late completion that nobody has
+    -- overtaken is accepted, because the work is done.
+    where j.id = complete.job_id and j.lease_token = complete.lease_token
+      and l.id = j.lane_id
+      and (j.serial_key is null or taskboard.take_turn_lock(j.serial_key))
+    returning j.*, l.queue, l.kind, l.priority
+  )
+  insert into taskboard.history as h (
+    id, finished_at, attempt, priority, failures, lost_leases, max_attempts, max_lost_leases,
+    lease_token, run_at, created_at, claimed_at, lease, timeout, state, queue, kind, on_unknown,
+    finished_by, unique_key, serial_key, headers, payload, result)
+  select
+    g.id, clock_timestamp(), g.attempt, g.priority, g.failures, g.lost_leases, g.max_attempts,
+    g.max_lost_leases, g.lease_token, g.run_at, g.created_at, g.claimed_at, g.lease, g.timeout,
+    'completed', g.queue, g.kind, g.on_unknown, g.leased_by, g.unique_key, g.serial_key, g.headers,
+    g.payload, complete.result
+  from gone as g
+  returning h.finished_at, h.kind, h.unique_key, h.serial_key,
+    exists (select from taskboard.effects as e where e.job_id = h.id) as has_effects
+  into v_done;
+
+  if v_done.finished_at is null then
+    -- A statement of its own, hence a snapshot of its own: the first call may have committed
+    -- while this one waited for the row.
+    select h.finished_at into v_row.finished_at
+    from taskboard.history as h
+    where h.id = complete.job_id and h.lease_token = complete.lease_token
+      and h.state = 'completed';
+    if not found then
+      perform taskboard.note_refusal('complete', complete.job_id, complete.lease_token);
+      return;
+    end if;
+    v_row.job_id := complete.job_id;
+    return next v_row;
+    return;
+  end if;
+
+  if v_done.has_effects then
+    update taskboard.effects as e
+    set ended_at = v_done.finished_at, happened = true
+    where e.job_id = complete.job_id and e.lease_token = complete.lease_token
+      and e.ended_at is null;
+  end if;
+  if v_done.unique_key is not null then
+    perform taskboard.free_unique_key(v_done.kind, v_done.unique_key, complete.job_id);
+  end if;
+  if v_done.serial_key is not null then
+    perform taskboard.hand_over(v_done.serial_key, complete.job_id);
+  end if;
+  v_row := row(complete.job_id, v_done.finished_at);
+  return next v_row;
+end
+$$;
+
+comment on function taskboard.complete(uuid, uuid, jsonb) is
+$$Record that the owner of the current token has done the job; one row when recorded.
+The same token again (a lost reply) gives the same row again. Zero rows: somebody else owns the job,
+or it has ended; nothing was changed, and you must not report that you completed it. Ends the
+effects that this token began. May run in the caller's transaction, at any isolation level.
+Locks the row of the serial key, then the job for update; waits at most 5 s (55P03).
+Errors: 22004, 22023; above read committed 40001. Role: taskboard_worker.$$;
+
+create or replace function taskboard.complete_many(
+  job_ids uuid[], lease_tokens uuid[], results jsonb[] default null)
+returns setof taskboard.completed
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '5s'
+as $$
+declare
+  v_row taskboard.completed;
+  v_set taskboard.settings;
+  v_done record;
+  v_kept uuid[];
+begin
+  select s.* into v_set from taskboard.settings as s;
+  perform taskboard.check_pairs(
+    complete_many.job_ids, complete_many.lease_tokens, v_set.claim_jobs);
+  if complete_many.results is not null then
+    if cardinality(complete_many.results) <> cardinality(complete_many.job_ids) then
+      raise exception using errcode = '22023', message = 'results and job_ids differ in length',
+        hint = 'Give one result for each job, null for none.';
+    end if;
+    perform taskboard.check_document('result', r, v_set.payload_bytes)
+    from unnest(complete_many.results) as r;
+  end if;
+
+  -- Serial keys in order, then rows in id order: two batches cannot block each other.
+  perform taskboard.take_turn_lock(k.serial_key)
+  from (
+    select distinct j.serial_key
+    from unnest(complete_many.job_ids, complete_many.lease_tokens) as w (id, token)
+    join taskboard.jobs as j on j.id = w.id and j.lease_token = w.token
+    where j.serial_key is not null
+    order by j.serial_key) as k;
+  perform from taskboard.jobs as j
+  join unnest(complete_many.job_ids, complete_many.lease_tokens) as w (id, token)
+    on w.id = j.id and w.token = j.lease_token
+  order by j.id
+  for update of j;
+
+  for v_done in
+    with gone as (
+      delete from taskboard.jobs as j
+      using taskboard.lanes as l, unnest(
+        complete_many.job_ids, complete_many.lease_tokens, complete_many.results)
+        as w (id, token, result)
+      where j.id = w.id and j.lease_token = w.token and l.id = j.lane_id
+      returning j.*, l.queue, l.kind, l.priority, w.result
+    )
+    insert into taskboard.history as h (
+    id, finished_at, attempt, priority, failures, lost_leases, max_attempts, max_lost_leases,
+    lease_token, run_at, created_at, claimed_at, lease, timeout, state, queue, kind, on_unknown,
+    finished_by, unique_key, serial_key, headers, payload, result)
+    select
+      g.id, clock_timestamp(), g.attempt, g.priority, g.failures, g.lost_leases, g.max_attempts,
+      g.max_lost_leases, g.lease_token, g.run_at, g.created_at, g.claimed_at, g.lease, g.timeout,
+      'completed', g.queue, g.kind, g.on_unknown, g.leased_by, g.unique_key, g.serial_key,
+      g.headers, g.payload, g.result
+    from gone as g
+    returning h.id, h.finished_at, h.kind, h.unique_key, h.serial_key, h.lease_token,
+      exists (select from taskboard.effects as e where e.job_id = h.id) as has_effects
+  loop
+    if v_done.has_effects then
+      update taskboard.effects as e
+      set ended_at = v_done.finished_at, happened = true
+      where e.job_id = v_done.id and e.lease_token = v_done.lease_token and e.ended_at is null;
+    end if;
+    if v_done.unique_key is not null then
+      perform taskboard.free_unique_key(v_done.kind, v_done.unique_key, v_done.id);
+    end if;
+    if v_done.serial_key is not null then
+      perform taskboard.hand_over(v_done.serial_key, v_done.id);
+    end if;
+    v_kept := v_kept || v_done.id;
+    v_row := row(v_done.id, v_done.finished_at);
+    return next v_row;
+  end loop;
+
+  if cardinality(complete_many.job_ids) > coalesce(cardinality(v_kept), 0) then
+    return query
+    select distinct h.id, h.finished_at
+    from unnest(complete_many.job_ids, complete_many.lease_tokens) as w (id, token)
+    join taskboard.history as h
+      on h.id = w.id and h.lease_token = w.token and h.state = 'completed'
+    where w.id <> all (coalesce(v_kept, '{}'));
+    perform taskboard.note_refusal('complete', w.id, w.token)
+    from unnest(complete_many.job_ids, complete_many.lease_tokens) as w (id, token)
+    where not exists (
+      select from taskboard.history as h
+      where h.id = w.id and h.lease_token = w.token and h.state = 'completed');
+  end if;
+end
+$$;
+
+comment on function taskboard.complete_many(uuid[], uuid[], jsonb[]) is
+$$Complete many jobs in one call; one row for each that is recorded, as in complete.
+A job without a row is not yours. results, if given, has one element per job, null for none.
+Locks serial keys in order, then rows in id order; waits at most 5 s (55P03).
+Errors: 22004, 22023; above read committed 40001. Role: taskboard_worker.$$;

@@ -1,0 +1,100 @@
+create or replace function taskboard.fail(
+  job_id uuid, lease_token uuid, error text default null, retry_in interval default null,
+  permanent boolean default false)
+returns setof taskboard.given_back
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '5s'
+as $$
+#variable_conflict use_column
+declare
+  v_row taskboard.given_back;
+  v_set taskboard.settings;
+  v_job record;
+  v_error text;
+  v_wait interval;
+  v_state text;
+  v_claimable_at timestamptz;
+begin
+  perform taskboard.check_ownership(fail.job_id, fail.lease_token);
+  if fail.permanent is null then
+    raise exception using errcode = '22004', message = 'permanent must not be null',
+      hint = 'true ends the job as failed, false lets it be tried again.';
+  end if;
+  select s.* into v_set from taskboard.settings as s;
+  v_wait := taskboard.check_span('retry_in', fail.retry_in, '0', v_set.delay_most);
+  v_error := case when octet_length(fail.error) > v_set.error_bytes
+    then left(fail.error, v_set.error_bytes / 4) || ' … (cut)' else fail.error end;
+
+  select j.failures, j.max_attempts, j.cancel_requested_at, j.cancel_reason, l.queue into v_job
+  from taskboard.jobs as j
+  join taskboard.lanes as l on l.id = j.lane_id
+  where j.id = fail.job_id and j.lease_token = fail.lease_token
+    and (j.serial_key is null or taskboard.take_turn_lock(j.serial_key))
+  for update of j;
+  if not found then
+    perform taskboard.note_refusal('fail', fail.job_id, fail.lease_token);
+    return;
+  end if;
+
+  update taskboard.jobs as j
+  set failures = j.failures + 1, last_error = v_error
+  where j.id = fail.job_id;
+  if v_job.cancel_requested_at is not null then
+    perform taskboard.finish(
+      fail.job_id, 'cancelled', fail.lease_token,
+      concat_ws('; ', v_job.cancel_reason, v_error));
+    v_state := 'cancelled';
+  elsif fail.permanent or v_job.failures + 1 >= v_job.max_attempts then
+    v_state := taskboard.end_failed(fail.job_id, fail.lease_token, v_error);
+  else
+    -- The exponent is capped before the power is taken: 2^1000 has no interval.
+    v_wait := coalesce(v_wait, (0.75 + random() * 0.5) * least(
+      v_set.backoff * power(2, least(v_job.failures, 30)), v_set.backoff_max));
+    select g.state, g.claimable_at into v_state, v_claimable_at
+    from taskboard.give_back(fail.job_id, v_wait) as g;
+  end if;
+  v_row := row(fail.job_id, v_state, v_claimable_at);
+  return next v_row;
+end
+$$;
+
+comment on function taskboard.fail(uuid, uuid, text, interval, boolean) is
+$$Record that this attempt failed: the job is retried later, or ends as failed.
+state: scheduled or ready (tried again at claimable_at), failed (permanent, or the max_attempts-th
+failure), cancelled (a cancel was asked for), held (it would end as failed, but under on_unknown
+hold an effect's outcome is unknown). Zero rows: not yours, nothing changed.
+retry_in: 0 to a year, by default min(5 s * 2^failures, 1 h) +- 25 %. error: cut at 8 kB.
+An effect that was begun and not ended stays open, that is, unknown.
+Locks the row of the serial key, then the job for update; waits at most 5 s (55P03).
+Errors: 22004, 22023. Role: taskboard_worker.$$;
+
+create or replace function taskboard.give_back(job_id uuid, delay interval)
+returns taskboard.given_back
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+#variable_conflict use_column
+declare
+  v_now timestamptz := clock_timestamp();
+  v_at timestamptz := clock_timestamp() + give_back.delay;
+begin
+  update taskboard.jobs as j
+  set claimable_at = greatest(v_at, v_now), last_token = j.lease_token, lease_token = null,
+    leased_by = null, lease_granted = null, claimed_at = null
+  where j.id = give_back.job_id;
+  perform taskboard.wake(l.queue, v_at - v_now)
+  from taskboard.jobs as j
+  join taskboard.lanes as l on l.id = j.lane_id
+  where j.id = give_back.job_id;
+  return row(
+    give_back.job_id, case when v_at > v_now then 'scheduled' else 'ready' end,
+    greatest(v_at, v_now))::taskboard.given_back;
+end
+$$;
+
+comment on function taskboard.give_back(uuid, interval) is
+$$End a lease and let the job be claimed again after a delay (internal).
+The caller holds the job's row for update, hence has a transaction id before we read the clock.$$;

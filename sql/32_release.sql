@@ -1,0 +1,44 @@
+create or replace function taskboard.release(
+  job_id uuid, lease_token uuid, delay interval default null)
+returns setof taskboard.given_back
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '5s'
+as $$
+#variable_conflict use_column
+declare
+  v_row taskboard.given_back;
+  v_delay interval := release.delay;
+  v_job record;
+begin
+  perform taskboard.check_ownership(release.job_id, release.lease_token);
+  v_delay := coalesce(taskboard.check_span('delay', v_delay, '0', s.delay_most), '0')
+  from taskboard.settings as s;
+
+  select j.cancel_requested_at, j.cancel_reason into v_job
+  from taskboard.jobs as j
+  where j.id = release.job_id and j.lease_token = release.lease_token
+    and (j.serial_key is null or taskboard.take_turn_lock(j.serial_key))
+  for update;
+  if not found then
+    perform taskboard.note_refusal('release', release.job_id, release.lease_token);
+    return;
+  end if;
+  if v_job.cancel_requested_at is not null then
+    perform taskboard.finish(
+      release.job_id, 'cancelled', release.lease_token, v_job.cancel_reason);
+    v_row := row(release.job_id, 'cancelled', null);
+    return next v_row;
+    return;
+  end if;
+  return next taskboard.give_back(release.job_id, v_delay);
+end
+$$;
+
+comment on function taskboard.release(uuid, uuid, interval) is
+$$Give a job back without charging anything: shutdown, not yet, rate limited.
+Claimable again after delay (0 to a year, by default at once); neither failures nor lost_leases
+rise. state: ready, scheduled, or cancelled when a cancel was asked for. Zero rows: not yours.
+Locks the row of the serial key, then the job for update; waits at most 5 s (55P03).
+Errors: 22004, 22023. Role: taskboard_worker.$$;

@@ -1,0 +1,122 @@
+create or replace function taskboard.retry(job_id uuid)
+returns setof taskboard.job_state
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '5s'
+as $$
+#variable_conflict use_column
+declare
+  v_row taskboard.job_state;
+  v_old taskboard.history;
+  v_live record;
+  v_turn record;
+  v_blocked boolean := false;
+  v_serial_no bigint;
+  v_lane integer;
+begin
+  if retry.job_id is null then
+    raise exception using errcode = '22004', message = 'job_id must not be null',
+      hint = 'Name the job.';
+  end if;
+  select h.* into v_old
+  from taskboard.history as h
+  where h.id = retry.job_id
+  for update;
+  if not found then
+    select j.lease_token, taskboard.live_state(j) as state into v_live
+    from taskboard.jobs as j
+    where j.id = retry.job_id;
+    if not found then
+      perform taskboard.finished_state(retry.job_id);
+    end if;
+    if v_live.lease_token is not null then
+      raise exception using errcode = 'TB003', message = 'the job is running',
+        hint = 'Cancel it first, or wait until it has ended.';
+    end if;
+    v_row := row(retry.job_id, v_live.state);
+    return next v_row;
+    return;
+  end if;
+
+  if v_old.unique_key is not null then
+    if taskboard.take_unique_key(v_old.kind, v_old.unique_key, v_old.id, null) <> v_old.id then
+      raise exception using errcode = 'TB003',
+        message = 'another job holds the unique key of this one',
+        hint = 'Wait until it has ended, or cancel it.';
+    end if;
+    update taskboard.unique_keys as u
+    set live = true
+    where u.kind = v_old.kind and u.key = v_old.unique_key and u.job_id = v_old.id;
+  end if;
+  if v_old.serial_key is not null then
+    v_turn := taskboard.join_serial_key(v_old.serial_key, v_old.id);
+    v_blocked := not v_turn.has_turn;
+    v_serial_no := v_turn.serial_no;
+  end if;
+  select l.returns_to into v_lane
+  from taskboard.lanes as l
+  where l.id = taskboard.register_lane(v_old.queue, v_old.kind, v_old.priority);
+  delete from taskboard.history as h where h.id = retry.job_id;
+  insert into taskboard.jobs (
+    id, lane_id, attempt, claimable_at, run_at, created_at, lease, timeout, max_attempts,
+    max_lost_leases, serial_no, on_unknown, waits_for, unique_key, serial_key, last_error, headers,
+    payload)
+  values (
+    v_old.id, v_lane, v_old.attempt, case when v_blocked then 'infinity' else clock_timestamp() end,
+    v_old.run_at, v_old.created_at, v_old.lease, v_old.timeout, v_old.max_attempts,
+    v_old.max_lost_leases, v_serial_no, v_old.on_unknown, case when v_blocked then 'turn' end,
+    v_old.unique_key, v_old.serial_key, v_old.error, v_old.headers, v_old.payload);
+  perform taskboard.note_incident(
+    'job_retried', v_old.id, v_old.queue, v_old.kind, detail => 'was ' || v_old.state);
+  if not v_blocked then
+    perform taskboard.wake(v_old.queue);
+  end if;
+  v_row := row(v_old.id, case when v_blocked then 'blocked' else 'ready' end);
+  return next v_row;
+end
+$$;
+
+comment on function taskboard.retry(uuid) is
+$$Bring a finished job back: same id, same idempotency keys, a new budget of attempts.
+attempt goes on counting; effects that are done stay done. A job that waits already is returned as
+it is, so that a repeat makes no second copy. With a serial key it queues up again behind the rest.
+Errors: 22004, TB002 no such job, TB003 it is running, or another job holds its unique key.
+Role: taskboard_operator.$$;
+
+create or replace function taskboard.retry_failed(
+  queue text default null, kind text default null, max_jobs integer default 1000)
+returns setof taskboard.job_state
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '5s'
+as $$
+#variable_conflict use_column
+declare
+  v_id uuid;
+begin
+  if retry_failed.max_jobs is null or retry_failed.max_jobs not between 1 and 100000 then
+    raise exception using errcode = '22023', message = 'max_jobs is out of bounds',
+      hint = 'Give 1 to 100000.';
+  end if;
+  for v_id in
+    select h.id
+    from taskboard.history as h
+    where h.state = 'failed'
+      and (retry_failed.queue is null or h.queue = retry_failed.queue)
+      and (retry_failed.kind is null or h.kind = retry_failed.kind)
+      and not exists (
+        select from taskboard.unique_keys as u
+        where u.kind = h.kind and u.key = h.unique_key and u.job_id <> h.id)
+    order by h.finished_at
+    limit retry_failed.max_jobs
+  loop
+    return query select r.job_id, r.state from taskboard.retry(v_id) as r;
+  end loop;
+end
+$$;
+
+comment on function taskboard.retry_failed(text, text, integer) is
+$$Bring back failed jobs of a queue, a kind, or all, oldest first, as retry does.
+Passes over a job whose unique key another job holds. Role: taskboard_operator.$$;

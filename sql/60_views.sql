@@ -1,0 +1,140 @@
+set local search_path = pg_catalog, pg_temp;
+
+create or replace function taskboard.live_state(job taskboard.jobs)
+returns text
+language sql
+stable
+set search_path = pg_catalog, pg_temp
+as $$
+  select case
+    when job.waits_for = 'turn' then 'blocked'
+    when job.waits_for = 'person' then 'held'
+    when job.lease_token is not null
+      then case when job.claimable_at > clock_timestamp() then 'running' else 'expired' end
+    when job.claimable_at > clock_timestamp() then 'scheduled'
+    else 'ready'
+  end
+$$;
+
+comment on function taskboard.live_state(taskboard.jobs) is
+$$Derive the state of a live job from its dates, its token and the clock (internal).$$;
+
+create or replace view taskboard.job_list as
+select j.id as job_id, taskboard.live_state(j) as state, l.queue, l.kind,
+  l.priority::integer as priority, j.attempt, j.failures, j.max_attempts, j.lost_leases,
+  j.max_lost_leases, j.leased_by as worker, j.run_at, nullif(j.claimable_at, 'infinity') as
+  claimable_at, j.claimed_at, null::timestamptz as finished_at, j.created_at,
+  j.unique_key, j.serial_key, j.held_step, j.cancel_requested_at, j.lapsed_by
+from taskboard.jobs as j
+join taskboard.lanes as l on l.id = j.lane_id
+union all
+select h.id, h.state, h.queue, h.kind, h.priority::integer, h.attempt, h.failures, h.max_attempts,
+  h.lost_leases, h.max_lost_leases, h.finished_by, h.run_at, null, h.claimed_at, h.finished_at,
+  h.created_at, h.unique_key, h.serial_key, null, null, null
+from taskboard.history as h;
+
+comment on view taskboard.job_list is
+$$All jobs, live and finished, without documents and without tokens.
+state: scheduled, ready, running, expired, blocked, held; completed, failed, cancelled.
+worker: who holds the lease, or who finished the job. lapsed_by: from whom the present owner took
+the job over. Role: taskboard_observer.$$;
+
+create or replace view taskboard.queue_stats as
+select s.queue, s.kind, s.priority::integer as priority,
+  coalesce(bool_or(q.paused_at is not null), false)
+    or exists (select from taskboard.settings as p where p.paused_at is not null) as paused,
+  count(*) filter (where s.state = 'ready') as ready,
+  count(*) filter (where s.state = 'scheduled') as scheduled,
+  count(*) filter (where s.state = 'running') as running,
+  count(*) filter (where s.state = 'expired') as expired,
+  count(*) filter (where s.state = 'blocked') as blocked,
+  count(*) filter (where s.state = 'held') as held,
+  min(s.claimable_at) filter (where s.state = 'ready') as oldest_ready_at
+from (
+  select l.queue, l.kind, l.priority, j.claimable_at,
+    case when j.id is not null then taskboard.live_state(j) end as state
+  from taskboard.lanes as l
+  left join taskboard.jobs as j on j.lane_id = l.id) as s
+left join taskboard.queues as q on q.name = s.queue
+group by s.queue, s.kind, s.priority;
+
+comment on view taskboard.queue_stats is
+$$How many live jobs of each queue, kind and priority are in which state.
+oldest_ready_at: since when the oldest ready job waits; with strict priority, the figure to watch.
+Role: taskboard_observer.$$;
+
+create or replace view taskboard.worker_list as
+select j.leased_by as worker, count(*) as holds,
+  count(*) filter (where j.claimable_at <= clock_timestamp()) as expired,
+  min(j.claimed_at) as oldest_claim_at, max(j.claimable_at) as leased_until
+from taskboard.jobs as j
+where j.lease_token is not null
+group by j.leased_by;
+
+comment on view taskboard.worker_list is
+$$Who holds leases: how many jobs, how many of them expired, since when, and until when.
+Role: taskboard_observer.$$;
+
+create or replace view taskboard.incident_list as
+select i.id, i.happened_at, i.what, i.job_id, i.queue, i.kind, i.worker, i.by_role, i.detail
+from taskboard.incidents as i;
+
+comment on view taskboard.incident_list is
+$$What went wrong, and what people did: refused writes, lapsed leases, holds, operator acts.
+Append-only; the oldest go with the history. Role: taskboard_observer.$$;
+
+create or replace view taskboard.effect_list as
+select e.job_id, e.step, e.attempt, e.idempotency_key, e.begun_at, e.ended_at,
+  case when e.happened then 'done' when e.ended_at is null then 'open' else 'refused' end as state
+from taskboard.effects as e;
+
+comment on view taskboard.effect_list is
+$$What handlers began outside the database: one row per step and attempt, without results.
+state: done, refused (before it took place), open (nobody has reported; once the attempt is over,
+its outcome is unknown). Role: taskboard_observer.$$;
+
+create or replace function taskboard.job(job_id uuid)
+returns setof taskboard.job_list
+language plpgsql
+stable
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+#variable_conflict use_column
+begin
+  if job.job_id is null then
+    raise exception using errcode = '22004', message = 'job_id must not be null',
+      hint = 'Name the job.';
+  end if;
+  return query select v.* from taskboard.job_list as v where v.job_id = job.job_id;
+end
+$$;
+
+comment on function taskboard.job(uuid) is
+$$Tell where a job is: one row of job_list, or none when nobody knows it.
+Roles: taskboard_producer, taskboard_worker, taskboard_operator, taskboard_observer.$$;
+
+create or replace function taskboard.job_documents(
+  job_id uuid, out payload jsonb, out headers jsonb, out result jsonb, out error text)
+returns setof record
+language plpgsql
+stable
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+#variable_conflict use_column
+begin
+  return query
+  select j.payload, j.headers, null::jsonb, j.last_error
+  from taskboard.jobs as j
+  where j.id = job_documents.job_id
+  union all
+  select h.payload, h.headers, h.result, h.error
+  from taskboard.history as h
+  where h.id = job_documents.job_id;
+end
+$$;
+
+comment on function taskboard.job_documents(uuid) is
+$$Show what a job carries and what came of it: payload, headers, result, last error.
+Apart from job(), because it may show customers' data. Role: taskboard_operator.$$;
