@@ -1,14 +1,3 @@
-create or replace function taskboard.exact(span interval)
-returns interval
-language sql
-immutable
-set search_path = pg_catalog, pg_temp
-as $$ select make_interval(secs => extract(epoch from exact.span)::double precision) $$;
-
-comment on function taskboard.exact(interval) is
-$$Turn days and months into seconds (internal).
-'1 day' is 23 to 25 hours by the caller's time zone; what we add to a clock must not be.$$;
-
 create or replace function taskboard.check_name(argument text, value text)
 returns void
 language plpgsql
@@ -61,11 +50,7 @@ language plpgsql
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-  -- A document that comes compressed from a table is measured as it will be read.
-  if (case when pg_column_compression(check_document.value) is null
-      then pg_column_size(check_document.value)
-      else octet_length(check_document.value::text) end) > check_document.most
-  then
+  if taskboard.document_bytes(check_document.value) > check_document.most then
     raise exception using errcode = '22023',
       message = format('%s is larger than %s bytes', check_document.argument, check_document.most),
       hint = 'Store large data elsewhere and put a reference into the document.';

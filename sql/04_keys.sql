@@ -150,7 +150,9 @@ begin
   update taskboard.jobs as j
   set waits_for = null, claimable_at = greatest(j.run_at, clock_timestamp())
   where j.id = v_next.id;
-  perform taskboard.wake(v_next.queue);
+  if taskboard.somebody_sleeps(v_next.queue) then
+    perform taskboard.wake();
+  end if;
 end
 $$;
 

@@ -96,10 +96,7 @@ begin
   update taskboard.jobs as j
   set claimable_at = clock_timestamp(), waits_for = null, held_step = null
   where j.id = free_held.job_id;
-  perform taskboard.wake(l.queue)
-  from taskboard.jobs as j
-  join taskboard.lanes as l on l.id = j.lane_id
-  where j.id = free_held.job_id;
+  perform taskboard.wake();
 end
 $$;
 
@@ -150,9 +147,11 @@ begin
       l.queue, l.kind
     from taskboard.jobs as j
     join taskboard.lanes as l on l.id = j.lane_id
+    cross join taskboard.settings as s
     where j.id = any (finish_exhausted.job_ids)
       and j.lease_token is not null and j.claimable_at <= clock_timestamp()
-      and (j.lost_leases + 1 >= j.max_lost_leases or j.cancel_requested_at is not null)
+      and (j.lost_leases + 1 >= coalesce(j.max_lost_leases, s.max_lost_leases)
+        or j.cancel_requested_at is not null)
     order by j.id
     for update of j skip locked
   loop

@@ -1,20 +1,3 @@
-create or replace function taskboard.new_job_id(shard integer, at timestamptz)
-returns uuid
-language sql
-volatile
-set search_path = pg_catalog, pg_temp
-as $$
-  -- 48 bits of milliseconds, version 7, 58 random bits, 16 bits of shard.
-  select (
-    lpad(to_hex((extract(epoch from new_job_id.at) * 1000)::bigint), 12, '0')
-    || '7' || substr(replace(gen_random_uuid()::text, '-', ''), 14, 15)
-    || lpad(to_hex(new_job_id.shard), 4, '0'))::uuid
-$$;
-
-comment on function taskboard.new_job_id(integer, timestamptz) is
-$$Make a time-ordered random job id that carries its shard (internal).
-Random and not a sequence: a failover or a restore must never issue an id again.$$;
-
 create or replace function taskboard.register_lane(queue text, kind text, priority integer)
 returns integer
 language plpgsql
@@ -124,96 +107,60 @@ create or replace function taskboard.enqueue(
   max_attempts integer default null, max_lost_leases integer default null,
   lease interval default null, timeout interval default null,
   on_unknown text default 'retry', headers jsonb default null)
-returns setof taskboard.enqueued
+returns taskboard.enqueued
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
-set lock_timeout = '5s'
 as $$
 declare
-  v_row taskboard.enqueued;
-  v_set record;
   v_now timestamptz;
-  v_due timestamptz;
-  v_id uuid;
-  v_holder uuid;
-  v_turn record;
-  v_serial_no bigint;
-  v_blocked boolean := false;
+  v_row taskboard.enqueued;
 begin
-  if coalesce(enqueue.run_at is not null, false) or enqueue.delay is not null
-    or enqueue.unique_for is not null or enqueue.max_attempts is not null
-    or enqueue.max_lost_leases is not null or enqueue.lease is not null
-    or enqueue.timeout is not null or enqueue.on_unknown is distinct from 'retry'
-    or enqueue.headers is not null
+  if enqueue.run_at is not null or enqueue.delay is not null or enqueue.unique_key is not null
+    or enqueue.unique_for is not null or enqueue.serial_key is not null
+    or enqueue.max_attempts is not null or enqueue.max_lost_leases is not null
+    or enqueue.lease is not null or enqueue.timeout is not null
+    or enqueue.on_unknown is distinct from 'retry' or enqueue.headers is not null
   then
-    perform taskboard.check_options(
-      enqueue.run_at, enqueue.delay, enqueue.unique_for, enqueue.unique_key is not null,
+    select m.job_id, m.created into v_row
+    from taskboard.enqueue_many(
+      enqueue.kind, array[enqueue.payload], enqueue.queue, enqueue.priority, enqueue.run_at,
+      enqueue.delay, case when enqueue.unique_key is not null then array[enqueue.unique_key] end,
+      enqueue.unique_for, case when enqueue.serial_key is not null then array[enqueue.serial_key] end,
       enqueue.max_attempts, enqueue.max_lost_leases, enqueue.lease, enqueue.timeout,
-      enqueue.on_unknown, enqueue.headers);
+      enqueue.on_unknown, enqueue.headers) as m;
+    return v_row;
   end if;
+
   if enqueue.payload is null then
     raise exception using errcode = '22004', message = 'payload must not be null',
       hint = 'Give a JSON document; the JSON null is one.';
   end if;
-
-  -- The transaction id before the clock: whoever sees a later id may trust the date below.
+  -- The plain job, in one statement. The transaction id before the clock: whoever sees a later
+  -- id may trust the date below.
   perform pg_current_xact_id();
-  select s.payload_bytes, s.shard, s.max_attempts, s.max_lost_leases, l.id as lane_id into v_set
-  from taskboard.settings as s
-  left join lateral (
-    select l.id from taskboard.lanes as l
+  loop
+    v_now := clock_timestamp();
+    insert into taskboard.jobs as j (id, lane_id, claimable_at, run_at, created_at, payload)
+    select taskboard.new_job_id(s.shard, v_now), l.id, v_now, v_now, v_now, enqueue.payload
+    from taskboard.lanes as l
+    cross join taskboard.settings as s
     where l.queue = enqueue.queue and l.kind = enqueue.kind and l.priority = enqueue.priority
       and not l.returning
+      and taskboard.document_bytes(enqueue.payload) <= s.payload_bytes
     order by l.id
-    limit 1) as l on true;
-  if v_set.lane_id is null then
-    v_set.lane_id := taskboard.register_lane(enqueue.queue, enqueue.kind, enqueue.priority);
+    limit 1
+    returning j.id, true into v_row;
+    exit when found;
+    -- Either the payload is too large, or this is the first job of its lane.
+    perform taskboard.check_document('payload', enqueue.payload, s.payload_bytes)
+    from taskboard.settings as s;
+    perform taskboard.register_lane(enqueue.queue, enqueue.kind, enqueue.priority);
+  end loop;
+  if taskboard.somebody_sleeps(enqueue.queue) then
+    perform taskboard.wake();
   end if;
-  perform taskboard.check_document('payload', enqueue.payload, v_set.payload_bytes);
-
-  v_now := clock_timestamp();
-  v_due := coalesce(enqueue.run_at, v_now + taskboard.exact(enqueue.delay), v_now);
-  v_id := taskboard.new_job_id(v_set.shard, v_now);
-  if enqueue.unique_key is not null then
-    perform taskboard.check_name('unique_key', enqueue.unique_key);
-  end if;
-  if enqueue.serial_key is not null then
-    perform taskboard.check_name('serial_key', enqueue.serial_key);
-  end if;
-  if enqueue.unique_key is not null then
-    v_holder := taskboard.take_unique_key(
-      enqueue.kind, enqueue.unique_key, v_id, v_now + taskboard.exact(enqueue.unique_for));
-    if v_holder <> v_id then
-      v_row := row(v_holder, false);
-      return next v_row;
-      return;
-    end if;
-  end if;
-  if enqueue.serial_key is not null then
-    v_turn := taskboard.join_serial_key(enqueue.serial_key, v_id);
-    v_serial_no := v_turn.serial_no;
-    v_blocked := not v_turn.has_turn;
-  end if;
-  if v_holder is not null or v_serial_no is not null then
-    v_now := clock_timestamp(); -- we may have waited for a key
-  end if;
-
-  insert into taskboard.jobs (
-    id, lane_id, claimable_at, run_at, created_at, lease, timeout, max_attempts, max_lost_leases,
-    serial_no, on_unknown, waits_for, unique_key, serial_key, headers, payload)
-  values (
-    v_id, v_set.lane_id, case when v_blocked then 'infinity' else greatest(v_due, v_now) end, v_due,
-    v_now, taskboard.exact(enqueue.lease), taskboard.exact(enqueue.timeout),
-    coalesce(enqueue.max_attempts, v_set.max_attempts),
-    coalesce(enqueue.max_lost_leases, v_set.max_lost_leases), v_serial_no, enqueue.on_unknown,
-    case when v_blocked then 'turn' end, enqueue.unique_key, enqueue.serial_key, enqueue.headers,
-    enqueue.payload);
-  if not v_blocked then
-    perform taskboard.wake(enqueue.queue, v_due - v_now);
-  end if;
-  v_row := row(v_id, true);
-  return next v_row;
+  return v_row;
 end
 $$;
 

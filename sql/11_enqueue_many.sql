@@ -45,7 +45,7 @@ declare
 begin
   perform taskboard.check_options(
     enqueue_many.run_at, enqueue_many.delay, enqueue_many.unique_for,
-    enqueue_many.unique_keys is not null, enqueue_many.max_attempts, enqueue_many.max_lost_leases,
+    cardinality(array_remove(enqueue_many.unique_keys, null)) > 0, enqueue_many.max_attempts, enqueue_many.max_lost_leases,
     enqueue_many.lease, enqueue_many.timeout, enqueue_many.on_unknown, enqueue_many.headers);
   select s.* into v_set from taskboard.settings as s;
   if enqueue_many.payloads is null or array_position(enqueue_many.payloads, null) is not null then
@@ -61,7 +61,7 @@ begin
   end if;
   perform taskboard.check_document('payload', p, v_set.payload_bytes)
   from unnest(enqueue_many.payloads) as p
-  where pg_column_size(p) > v_set.payload_bytes or pg_column_compression(p) is not null;
+  where taskboard.document_bytes(p) > v_set.payload_bytes;
   perform taskboard.check_keys(
     'unique_keys', enqueue_many.unique_keys, cardinality(enqueue_many.payloads));
   perform taskboard.check_keys(
@@ -80,9 +80,7 @@ begin
     select
       taskboard.new_job_id(v_set.shard, v_now), v_lane, greatest(v_due, v_now), v_due, v_now,
       taskboard.exact(enqueue_many.lease), taskboard.exact(enqueue_many.timeout),
-      coalesce(enqueue_many.max_attempts, v_set.max_attempts),
-      coalesce(enqueue_many.max_lost_leases, v_set.max_lost_leases),
-      enqueue_many.on_unknown, enqueue_many.headers, p
+      enqueue_many.max_attempts, enqueue_many.max_lost_leases, enqueue_many.on_unknown, enqueue_many.headers, p
     from unnest(enqueue_many.payloads) as p
     returning j.id, true;
     if not found then
@@ -97,7 +95,9 @@ begin
       enqueue_many.max_lost_leases, enqueue_many.lease, enqueue_many.timeout,
       enqueue_many.on_unknown, enqueue_many.headers) as k;
   end if;
-  perform taskboard.wake(enqueue_many.queue, v_due - v_now);
+  if taskboard.somebody_sleeps(enqueue_many.queue) then
+    perform taskboard.wake(v_due - v_now);
+  end if;
 end
 $$;
 
@@ -168,12 +168,9 @@ begin
     case when k.turn then greatest(enqueue_keyed.due, v_now) else 'infinity' end,
     enqueue_keyed.due, v_now, taskboard.exact(enqueue_keyed.lease),
     taskboard.exact(enqueue_keyed.timeout),
-    coalesce(enqueue_keyed.max_attempts, s.max_attempts),
-    coalesce(enqueue_keyed.max_lost_leases, s.max_lost_leases),
-    k.serial_no, enqueue_keyed.on_unknown, case when not k.turn then 'turn' end,
+    enqueue_keyed.max_attempts, enqueue_keyed.max_lost_leases, k.serial_no, enqueue_keyed.on_unknown, case when not k.turn then 'turn' end,
     k.unique_key, k.serial_key, enqueue_keyed.headers, k.payload
-  from taskboard.settings as s
-  cross join unnest(
+  from unnest(
     v_ids, v_holders, v_serial_nos, v_turns, enqueue_keyed.unique_keys, enqueue_keyed.serial_keys,
     enqueue_keyed.payloads) as k (id, holder, serial_no, turn, unique_key, serial_key, payload)
   where k.holder = k.id;

@@ -1,45 +1,24 @@
 -- Waking sleepers. A commit that notifies takes a database-wide lock, so we notify only when
 -- somebody sleeps. A sleeper holds a shared advisory lock for each queue it waits for (or one for
 -- all); whoever makes a job claimable tries that lock exclusively and lets it go at once.
-create or replace function taskboard.wake(queue text, due_in interval default '0')
+create or replace function taskboard.wake(due_in interval default '0')
 returns void
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
 as $$
-declare
-  v_class constant integer := 1952539506; -- any number that is ours
-  v_queue integer := hashtext(wake.queue);
-  v_asleep boolean := false;
 begin
   -- Sleepers look at least once a minute for what is due later.
-  if wake.due_in > '60 seconds' then
-    return;
-  end if;
-  if now() <> statement_timestamp() then
-    v_asleep := true; -- we may commit after the look: somebody may fall asleep in between
-  else
-    if pg_try_advisory_lock(v_class, 0) then
-      perform pg_advisory_unlock(v_class, 0);
-    else
-      v_asleep := true;
-    end if;
-    if pg_try_advisory_lock(v_class, v_queue) then
-      perform pg_advisory_unlock(v_class, v_queue);
-    else
-      v_asleep := true;
-    end if;
-  end if;
-  if v_asleep and (select s.notify from taskboard.settings as s)
-    and pg_notification_queue_usage() < 0.5
+  if wake.due_in <= '60 seconds' and pg_notification_queue_usage() < 0.5
+    and (select s.notify from taskboard.settings as s)
   then
     notify taskboard;
   end if;
 end
 $$;
 
-comment on function taskboard.wake(text, interval) is
-$$Notify the channel taskboard if a worker sleeps on the queue (internal).
+comment on function taskboard.wake(interval) is
+$$Notify the channel taskboard of a job that is due in a while (internal).
 Carries no data: a notification is a hint to claim again. Never waits, never fails.$$;
 
 create or replace function taskboard.listen(queues text[] default null)

@@ -75,11 +75,14 @@ begin
         limit v_left))
       and l.id = j.lane_id
       and not (j.lease_token is not null
-        and (j.lost_leases + 1 >= j.max_lost_leases or j.cancel_requested_at is not null))
+        and (j.cancel_requested_at is not null or j.lost_leases + 1 >= coalesce(
+          j.max_lost_leases, (select s.max_lost_leases from taskboard.settings as s))))
     returning
       j.id, j.lease_token, j.claimable_at, j.lease_granted,
       coalesce(j.timeout, (select s.timeout from taskboard.settings as s)), l.queue, l.kind,
-      j.payload, j.attempt, j.max_attempts, j.headers, j.failures, j.lost_leases,
+      j.payload, j.attempt,
+      coalesce(j.max_attempts, (select s.max_attempts from taskboard.settings as s)), j.headers,
+      j.failures, j.lost_leases,
       l.priority::integer, j.run_at, j.created_at;
     get diagnostics v_got = row_count;
     v_left := v_left - v_got;
@@ -156,12 +159,14 @@ begin
   return taskboard.finish_exhausted(array(
     select c.id
     from taskboard.lanes as l
+    cross join taskboard.settings as s
     cross join lateral (
       select p.id
       from taskboard.jobs as p
       where p.lane_id = l.id and p.claimable_at <= sweep_exhausted.now
         and p.lease_token is not null
-        and (p.lost_leases + 1 >= p.max_lost_leases or p.cancel_requested_at is not null)
+        and (p.lost_leases + 1 >= coalesce(p.max_lost_leases, s.max_lost_leases)
+          or p.cancel_requested_at is not null)
       order by p.claimable_at, p.id
       limit sweep_exhausted.most) as c
     where l.returning

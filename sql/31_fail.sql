@@ -46,14 +46,14 @@ begin
       fail.job_id, 'cancelled', fail.lease_token,
       concat_ws('; ', v_job.cancel_reason, v_error));
     v_state := 'cancelled';
-  elsif fail.permanent or v_job.failures + 1 >= v_job.max_attempts then
+  elsif fail.permanent or v_job.failures + 1 >= coalesce(v_job.max_attempts, v_set.max_attempts) then
     v_state := taskboard.end_failed(fail.job_id, fail.lease_token, v_error);
   else
     -- The exponent is capped before the power is taken: 2^1000 has no interval.
     v_wait := coalesce(v_wait, (0.75 + random() * 0.5) * least(
       v_set.backoff * power(2, least(v_job.failures, 30)), v_set.backoff_max));
     select g.state, g.claimable_at into v_state, v_claimable_at
-    from taskboard.give_back(fail.job_id, v_wait) as g;
+    from taskboard.give_back(fail.job_id, v_job.queue, v_wait) as g;
   end if;
   v_row := row(fail.job_id, v_state, v_claimable_at);
   return next v_row;
@@ -70,7 +70,7 @@ An effect that was begun and not ended stays open, that is, unknown.
 Locks the row of the serial key, then the job for update; waits at most 5 s (55P03).
 Errors: 22004, 22023. Role: taskboard_worker.$$;
 
-create or replace function taskboard.give_back(job_id uuid, delay interval)
+create or replace function taskboard.give_back(job_id uuid, queue text, delay interval)
 returns taskboard.given_back
 language plpgsql
 security definer
@@ -85,16 +85,15 @@ begin
   set claimable_at = greatest(v_at, v_now), last_token = j.lease_token, lease_token = null,
     leased_by = null, lease_granted = null, claimed_at = null
   where j.id = give_back.job_id;
-  perform taskboard.wake(l.queue, v_at - v_now)
-  from taskboard.jobs as j
-  join taskboard.lanes as l on l.id = j.lane_id
-  where j.id = give_back.job_id;
+  if taskboard.somebody_sleeps(give_back.queue) then
+    perform taskboard.wake(v_at - v_now);
+  end if;
   return row(
     give_back.job_id, case when v_at > v_now then 'scheduled' else 'ready' end,
     greatest(v_at, v_now))::taskboard.given_back;
 end
 $$;
 
-comment on function taskboard.give_back(uuid, interval) is
+comment on function taskboard.give_back(uuid, text, interval) is
 $$End a lease and let the job be claimed again after a delay (internal).
 The caller holds the job's row for update, hence has a transaction id before we read the clock.$$;

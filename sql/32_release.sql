@@ -16,11 +16,12 @@ begin
   v_delay := coalesce(taskboard.check_span('delay', v_delay, '0', s.delay_most), '0')
   from taskboard.settings as s;
 
-  select j.cancel_requested_at, j.cancel_reason into v_job
+  select j.cancel_requested_at, j.cancel_reason, l.queue into v_job
   from taskboard.jobs as j
+  join taskboard.lanes as l on l.id = j.lane_id
   where j.id = release.job_id and j.lease_token = release.lease_token
     and (j.serial_key is null or taskboard.take_turn_lock(j.serial_key))
-  for update;
+  for update of j;
   if not found then
     perform taskboard.note_refusal('release', release.job_id, release.lease_token);
     return;
@@ -32,7 +33,7 @@ begin
     return next v_row;
     return;
   end if;
-  return next taskboard.give_back(release.job_id, v_delay);
+  return next taskboard.give_back(release.job_id, v_job.queue, v_delay);
 end
 $$;
 

@@ -9,7 +9,7 @@ as $$
 declare
   v_row taskboard.job_state;
   v_old taskboard.history;
-  v_live record;
+  v_state text;
   v_turn record;
   v_blocked boolean := false;
   v_serial_no bigint;
@@ -24,17 +24,15 @@ begin
   where h.id = retry.job_id
   for update;
   if not found then
-    select j.lease_token, taskboard.live_state(j) as state into v_live
-    from taskboard.jobs as j
-    where j.id = retry.job_id;
+    select j.state into v_state from taskboard.live_jobs as j where j.id = retry.job_id;
     if not found then
       perform taskboard.finished_state(retry.job_id);
     end if;
-    if v_live.lease_token is not null then
+    if v_state in ('running', 'expired') then
       raise exception using errcode = 'TB003', message = 'the job is running',
         hint = 'Cancel it first, or wait until it has ended.';
     end if;
-    v_row := row(retry.job_id, v_live.state);
+    v_row := row(retry.job_id, v_state);
     return next v_row;
     return;
   end if;
@@ -70,7 +68,7 @@ begin
   perform taskboard.note_incident(
     'job_retried', v_old.id, v_old.queue, v_old.kind, detail => 'was ' || v_old.state);
   if not v_blocked then
-    perform taskboard.wake(v_old.queue);
+    perform taskboard.wake();
   end if;
   v_row := row(v_old.id, case when v_blocked then 'blocked' else 'ready' end);
   return next v_row;

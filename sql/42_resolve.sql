@@ -16,10 +16,10 @@ begin
     raise exception using errcode = '22004', message = 'job_id and happened must not be null',
       hint = 'Say whether the effect took place.';
   end if;
-  select j.held_step, taskboard.live_state(j) into v_held_step, v_state
-  from taskboard.jobs as j
-  where j.id = resolve.job_id
-  for update;
+  perform from taskboard.jobs as j where j.id = resolve.job_id for update;
+  select j.held_step, j.state into v_held_step, v_state
+  from taskboard.live_jobs as j
+  where j.id = resolve.job_id;
   if not found then
     v_state := taskboard.finished_state(resolve.job_id);
   end if;

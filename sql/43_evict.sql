@@ -25,12 +25,7 @@ begin
     perform taskboard.note_incident(
       'worker_evicted', worker => evict.worker,
       detail => format('%s leases lapse', cardinality(v_lapsed)));
-    perform taskboard.wake(l.queue)
-    from (
-      select distinct n.queue
-      from taskboard.jobs as j
-      join taskboard.lanes as n on n.id = j.lane_id
-      where j.id = any (v_lapsed)) as l;
+    perform taskboard.wake();
   end if;
 end
 $$;

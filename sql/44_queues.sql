@@ -44,11 +44,7 @@ begin
     return query select resume.queue, null::timestamptz;
   end if;
   perform taskboard.note_incident('queue_resumed', queue => coalesce(resume.queue, 'all'));
-  perform taskboard.wake(l.queue)
-  from (
-    select distinct n.queue
-    from taskboard.lanes as n
-    where resume.queue is null or n.queue = resume.queue) as l;
+  perform taskboard.wake();
 end
 $$;
 

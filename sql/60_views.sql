@@ -1,37 +1,37 @@
 set local search_path = pg_catalog, pg_temp;
 
-create or replace function taskboard.live_state(job taskboard.jobs)
-returns text
-language sql
-stable
-set search_path = pg_catalog, pg_temp
-as $$
-  select case
-    when job.waits_for = 'turn' then 'blocked'
-    when job.waits_for = 'person' then 'held'
-    when job.lease_token is not null
-      then case when job.claimable_at > clock_timestamp() then 'running' else 'expired' end
-    when job.claimable_at > clock_timestamp() then 'scheduled'
+create or replace view taskboard.live_jobs as
+select j.*, l.queue, l.kind, l.priority::integer as priority,
+  case
+    when j.waits_for = 'turn' then 'blocked'
+    when j.waits_for = 'person' then 'held'
+    when j.lease_token is not null
+      then case when j.claimable_at > clock_timestamp() then 'running' else 'expired' end
+    when j.claimable_at > clock_timestamp() then 'scheduled'
     else 'ready'
-  end
-$$;
+  end as state
+from taskboard.jobs as j
+join taskboard.lanes as l on l.id = j.lane_id;
 
-comment on function taskboard.live_state(taskboard.jobs) is
-$$Derive the state of a live job from its dates, its token and the clock (internal).$$;
+comment on view taskboard.live_jobs is
+$$Live jobs with their state, derived from their dates, their token and the clock (internal).
+Has tokens and payloads: for nobody but the owner.$$;
 
 create or replace view taskboard.job_list as
-select j.id as job_id, taskboard.live_state(j) as state, l.queue, l.kind,
-  l.priority::integer as priority, j.attempt, j.failures, j.max_attempts, j.lost_leases,
-  j.max_lost_leases, j.leased_by as worker, j.run_at, nullif(j.claimable_at, 'infinity') as
+select j.id as job_id, j.state, j.queue, j.kind, j.priority, j.attempt, j.failures,
+  coalesce(j.max_attempts, s.max_attempts) as max_attempts, j.lost_leases,
+  coalesce(j.max_lost_leases, s.max_lost_leases) as max_lost_leases, j.leased_by as worker, j.run_at, nullif(j.claimable_at, 'infinity') as
   claimable_at, j.claimed_at, null::timestamptz as finished_at, j.created_at,
   j.unique_key, j.serial_key, j.held_step, j.cancel_requested_at, j.lapsed_by
-from taskboard.jobs as j
-join taskboard.lanes as l on l.id = j.lane_id
+from taskboard.live_jobs as j
+cross join taskboard.settings as s
 union all
-select h.id, h.state, h.queue, h.kind, h.priority::integer, h.attempt, h.failures, h.max_attempts,
-  h.lost_leases, h.max_lost_leases, h.finished_by, h.run_at, null, h.claimed_at, h.finished_at,
+select h.id, h.state, h.queue, h.kind, h.priority::integer, h.attempt, h.failures,
+  coalesce(h.max_attempts, s.max_attempts), h.lost_leases,
+  coalesce(h.max_lost_leases, s.max_lost_leases), h.finished_by, h.run_at, null, h.claimed_at, h.finished_at,
   h.created_at, h.unique_key, h.serial_key, null, null, null
-from taskboard.history as h;
+from taskboard.history as h
+cross join taskboard.settings as s;
 
 comment on view taskboard.job_list is
 $$All jobs, live and finished, without documents and without tokens.
@@ -40,23 +40,20 @@ worker: who holds the lease, or who finished the job. lapsed_by: from whom the p
 the job over. Role: taskboard_observer.$$;
 
 create or replace view taskboard.queue_stats as
-select s.queue, s.kind, s.priority::integer as priority,
-  coalesce(bool_or(q.paused_at is not null), false)
+select l.queue, l.kind, l.priority::integer as priority,
+  exists (
+    select from taskboard.queues as q where q.name = l.queue and q.paused_at is not null)
     or exists (select from taskboard.settings as p where p.paused_at is not null) as paused,
-  count(*) filter (where s.state = 'ready') as ready,
-  count(*) filter (where s.state = 'scheduled') as scheduled,
-  count(*) filter (where s.state = 'running') as running,
-  count(*) filter (where s.state = 'expired') as expired,
-  count(*) filter (where s.state = 'blocked') as blocked,
-  count(*) filter (where s.state = 'held') as held,
-  min(s.claimable_at) filter (where s.state = 'ready') as oldest_ready_at
-from (
-  select l.queue, l.kind, l.priority, j.claimable_at,
-    case when j.id is not null then taskboard.live_state(j) end as state
-  from taskboard.lanes as l
-  left join taskboard.jobs as j on j.lane_id = l.id) as s
-left join taskboard.queues as q on q.name = s.queue
-group by s.queue, s.kind, s.priority;
+  count(*) filter (where j.state = 'ready') as ready,
+  count(*) filter (where j.state = 'scheduled') as scheduled,
+  count(*) filter (where j.state = 'running') as running,
+  count(*) filter (where j.state = 'expired') as expired,
+  count(*) filter (where j.state = 'blocked') as blocked,
+  count(*) filter (where j.state = 'held') as held,
+  min(j.claimable_at) filter (where j.state = 'ready') as oldest_ready_at
+from taskboard.lanes as l
+left join taskboard.live_jobs as j on j.lane_id = l.id
+group by l.queue, l.kind, l.priority;
 
 comment on view taskboard.queue_stats is
 $$How many live jobs of each queue, kind and priority are in which state.

@@ -20,7 +20,9 @@ begin
   select string_agg(p.proname, ', ') into v_broken
   from pg_proc as p
   where p.pronamespace = 'taskboard'::regnamespace
-    and not coalesce(p.proconfig, '{}') @> array['search_path=pg_catalog, pg_temp'];
+    and not coalesce(p.proconfig, '{}') @> array['search_path=pg_catalog, pg_temp']
+    -- A body parsed at definition has no names left to look up.
+    and (p.prosqlbody is null or p.prosecdef);
   if v_broken is not null then
     raise exception 'these functions do not pin their search_path: %', v_broken;
   end if;

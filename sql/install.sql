@@ -23,6 +23,7 @@ $$;
 \ir 03_incidents.sql
 \ir 04_keys.sql
 \ir 05_finish.sql
+\ir 06_inline.sql
 \ir 10_enqueue.sql
 \ir 11_enqueue_many.sql
 \ir 12_wake.sql

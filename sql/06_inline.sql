@@ -1,0 +1,52 @@
+-- Expressions that the planner expands in place. Their bodies are parsed when they are created, so
+-- no name is looked up later and there is no search_path to pin (a pinned one prevents expansion).
+
+create or replace function taskboard.exact(span interval)
+returns interval
+language sql
+immutable
+return make_interval(secs => extract(epoch from span)::double precision);
+
+comment on function taskboard.exact(interval) is
+$$Turn days and months into seconds (internal).
+'1 day' is 23 to 25 hours by the caller's time zone; what we add to a clock must not be.$$;
+
+-- 48 bits of milliseconds, version 7, 58 random bits, 16 bits of shard.
+create or replace function taskboard.new_job_id(shard integer, at timestamptz)
+returns uuid
+language sql
+volatile
+return (
+  lpad(to_hex((date_part('epoch', at) * 1000)::bigint), 12, '0')
+  || '7' || substr(gen_random_uuid()::text, 16, 17) || lpad(to_hex(shard), 4, '0'))::uuid;
+
+comment on function taskboard.new_job_id(integer, timestamptz) is
+$$Make a time-ordered random job id that carries its shard (internal).
+Random and not a sequence: a failover or a restore must never issue an id again.$$;
+
+-- Inside an explicit transaction we may commit after the look, when somebody has fallen asleep: then
+-- the answer is yes. The locks that were got are let go at once; what is read is whether we got them.
+create or replace function taskboard.somebody_sleeps(queue text)
+returns boolean
+language sql
+volatile
+return now() <> statement_timestamp()
+  or case when pg_try_advisory_lock(1952539506, 0)
+    then not pg_advisory_unlock(1952539506, 0) else true end
+  or case when pg_try_advisory_lock(1952539506, hashtext(queue))
+    then not pg_advisory_unlock(1952539506, hashtext(queue)) else true end;
+
+comment on function taskboard.somebody_sleeps(text) is
+$$Tell whether a worker may be asleep on a queue, or on all queues (internal).
+A sleeper holds a shared advisory lock for each queue it waits for, or one for all.$$;
+
+-- A document that comes compressed from a table is measured as it will be read.
+create or replace function taskboard.document_bytes(document jsonb)
+returns integer
+language sql
+stable
+return case when pg_column_compression(document) is null
+  then pg_column_size(document) else octet_length(document::text) end;
+
+comment on function taskboard.document_bytes(jsonb) is
+$$Measure a document, in bytes (internal).$$;
