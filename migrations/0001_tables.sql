@@ -29,6 +29,7 @@ create table if not exists taskboard.settings (
   incidents_per_minute integer not null default 1000,
   notify boolean not null default true,
   shard integer not null default 0,
+  queue_rights boolean not null default false,
   paused_at timestamptz,
   constraint settings_key primary key (one_row),
   constraint settings_one_row check (one_row),
@@ -64,8 +65,27 @@ create table if not exists taskboard.queues (
   name text not null,
   paused_at timestamptz,
   lease interval,
+  max_running integer,
+  max_starts integer,
+  starts_per interval,
   constraint queues_key primary key (name),
-  constraint queues_lease_positive check (lease > '0')
+  constraint queues_lease_positive check (lease > '0'),
+  constraint queues_limits_sensible check (
+    max_running >= 0 and max_starts >= 0 and starts_per > '0'),
+  constraint queues_rate_whole check ((max_starts is null) = (starts_per is null))
+);
+
+create table if not exists taskboard.queue_starts (
+  queue text not null,
+  started_at timestamptz not null,
+  jobs integer not null,
+  constraint queue_starts_key primary key (queue, started_at)
+);
+
+create table if not exists taskboard.queue_rights (
+  role_name text not null,
+  queue text not null,
+  constraint queue_rights_key primary key (role_name, queue)
 );
 
 create table if not exists taskboard.jobs (

@@ -88,6 +88,12 @@ comment on column taskboard.incidents.by_role is $$The role that made the call.$
 comment on table taskboard.queues is $$Queues with options of their own; others need no row.$$;
 comment on column taskboard.queues.paused_at is $$Since when nobody may claim from it.$$;
 comment on column taskboard.queues.lease is $$Lease of its jobs; null: settings.lease.$$;
+comment on column taskboard.queues.max_running is $$Most unexpired leases at once.$$;
+comment on column taskboard.queues.max_starts is $$Most claims in any interval of starts_per.$$;
+comment on column taskboard.queues.starts_per is $$Length of that interval.$$;
+comment on table taskboard.queue_starts is $$Recent claims from queues with a rate.$$;
+comment on table taskboard.queue_rights is
+$$Roles that may use only named queues; roles without a row here may use all.$$;
 comment on table taskboard.settings is $$One row: defaults and limits of this database.$$;
 comment on column taskboard.settings.claim_jobs is $$Most jobs in one claim or batch call.$$;
 comment on column taskboard.settings.bulk_jobs is $$Most jobs in one enqueue_many.$$;

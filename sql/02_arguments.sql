@@ -92,20 +92,3 @@ $$;
 
 comment on function taskboard.check_pairs(uuid[], uuid[], integer) is
 $$Refuse arrays of job ids and lease tokens that do not match (22004, 22023) (internal).$$;
-
-create or replace function taskboard.check_ownership(job_id uuid, lease_token uuid)
-returns void
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-  if check_ownership.job_id is null or check_ownership.lease_token is null then
-    raise exception using errcode = '22004',
-      message = 'job_id and lease_token must not be null',
-      hint = 'Pass both as claim returned them.';
-  end if;
-end
-$$;
-
-comment on function taskboard.check_ownership(uuid, uuid) is
-$$Refuse a null job id or lease token (22004) (internal).$$;

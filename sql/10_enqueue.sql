@@ -15,6 +15,10 @@ begin
       message = 'priority is out of bounds',
       hint = 'Give priority between 0 (first) and 9 (last).';
   end if;
+  if not taskboard.may_use(register_lane.queue) then
+    raise exception using errcode = '42501', message = 'this role may not use the queue',
+      hint = 'Ask the owner for taskboard.allow_queue, or name another queue.';
+  end if;
   select l.id into v_fresh
   from taskboard.lanes as l
   where l.queue = register_lane.queue and l.kind = register_lane.kind
@@ -148,6 +152,7 @@ begin
     where l.queue = enqueue.queue and l.kind = enqueue.kind and l.priority = enqueue.priority
       and not l.returning
       and taskboard.document_bytes(enqueue.payload) <= s.payload_bytes
+      and (not s.queue_rights or taskboard.may_use(l.queue))
     order by l.id
     limit 1
     returning j.id, true into v_row;

@@ -17,77 +17,91 @@ declare
   v_worker text := coalesce(
     claim.worker, nullif(current_setting('application_name'), ''), 'pid-' || pg_backend_pid());
   v_lease interval := claim.lease;
-  v_left integer := claim.max_jobs;
+  v_open text[] := claim.queues; -- queues without limits, null: all
+  v_limited text[];
+  v_caps integer[];
+  v_left integer;
   v_got integer;
+  v_total integer := 0;
   v_now timestamptz;
 begin
-  perform taskboard.check_claim(claim.queues, claim.kinds, claim.max_jobs, v_lease, v_worker);
+  if taskboard.check_claim(claim.queues, claim.kinds, claim.max_jobs, v_lease, v_worker) then
+    select p.open, p.limited, p.caps into v_open, v_limited, v_caps
+    from taskboard.plan_claim(claim.queues, claim.max_jobs) as p;
+  end if;
   v_lease := taskboard.exact(v_lease);
   perform pg_current_xact_id();
-  for v_round in 1..100 loop
-    -- A variable, because only that can be a bound of the index scan.
-    v_now := clock_timestamp();
-    return query
-    update taskboard.jobs as j
-    set lane_id = l.returns_to,
-      attempt = j.attempt + 1,
-      -- Read again here: the rows are locked by now, and we may have waited.
-      claimed_at = clock_timestamp(),
-      claimable_at = clock_timestamp() + coalesce(
-        v_lease, j.lease, (select q.lease from taskboard.queues as q where q.name = l.queue),
-        (select s.lease from taskboard.settings as s)),
-      lease_granted = coalesce(
-        v_lease, j.lease, (select q.lease from taskboard.queues as q where q.name = l.queue),
-        (select s.lease from taskboard.settings as s)),
-      lease_token = gen_random_uuid(),
-      leased_by = v_worker,
-      lost_leases = j.lost_leases + (j.lease_token is not null)::integer,
-      lapsed_by = case when j.lease_token is not null
-        then taskboard.note_lapse(j.id, j.lane_id, j.leased_by, j.lost_leases + 1) end
-    from taskboard.lanes as l
-    -- An array, because it is evaluated exactly once: a sub-select may be run again per row.
-    where j.id = any (array(
-        select c.id
-        from (
-          -- Per priority: returning jobs up to half a batch, then fresh ones, then the rest.
-          -- Lanes of one priority in random order, so that none of them starves.
-          select r.id, s.step, s.take, s.skip
-          from taskboard.lanes as r
-          cross join lateral (values
-            (1, greatest(v_left / 2, 1), 0, true),
-            (2, v_left, 0, false),
-            (3, v_left, greatest(v_left / 2, 1), true)) as s (step, take, skip, returning_lane)
-          where s.returning_lane = r.returning
-            and (claim.queues is null or r.queue = any (claim.queues))
-            and (claim.kinds is null or r.kind = any (claim.kinds))
-            and not exists (
-              select from taskboard.queues as q
-              where q.name = r.queue and q.paused_at is not null)
-            and not exists (select from taskboard.settings as p where p.paused_at is not null)
-          order by r.priority, s.step, random()) as lane
-        cross join lateral (
-          select p.id
-          from taskboard.jobs as p
-          where p.lane_id = lane.id and p.claimable_at <= v_now
-          order by p.lane_id, p.claimable_at, p.id
-          limit lane.take offset lane.skip
-          for update skip locked) as c
-        limit v_left))
-      and l.id = j.lane_id
-      and not (j.lease_token is not null
-        and (j.cancel_requested_at is not null or j.lost_leases + 1 >= coalesce(
-          j.max_lost_leases, (select s.max_lost_leases from taskboard.settings as s))))
-    returning
-      j.id, j.lease_token, j.claimable_at, j.lease_granted,
-      coalesce(j.timeout, (select s.timeout from taskboard.settings as s)), l.queue, l.kind,
-      j.payload, j.attempt,
-      coalesce(j.max_attempts, (select s.max_attempts from taskboard.settings as s)), j.headers,
-      j.failures, j.lost_leases,
-      l.priority::integer, j.run_at, j.created_at;
-    get diagnostics v_got = row_count;
-    v_left := v_left - v_got;
-    exit when v_left = 0
-      or taskboard.sweep_exhausted(claim.queues, claim.kinds, v_now, v_left) = 0;
+  for v_round in 0..coalesce(cardinality(v_limited), 0) loop
+    v_left := claim.max_jobs - v_total;
+    if v_round > 0 then
+      v_open := array[v_limited[v_round]];
+      v_left := least(v_left, v_caps[v_round]);
+    end if;
+    for v_pass in 1..100 loop
+      exit when v_left = 0;
+      -- A variable, because only that can be a bound of the index scan.
+      v_now := clock_timestamp();
+      return query
+      update taskboard.jobs as j
+      set lane_id = l.returns_to,
+        attempt = j.attempt + 1,
+        -- Read again here: the rows are locked by now, and we may have waited.
+        claimed_at = clock_timestamp(),
+        claimable_at = clock_timestamp() + coalesce(
+          v_lease, j.lease, (select q.lease from taskboard.queues as q where q.name = l.queue),
+          (select s.lease from taskboard.settings as s)),
+        lease_granted = coalesce(
+          v_lease, j.lease, (select q.lease from taskboard.queues as q where q.name = l.queue),
+          (select s.lease from taskboard.settings as s)),
+        lease_token = gen_random_uuid(),
+        leased_by = v_worker,
+        lost_leases = j.lost_leases + (j.lease_token is not null)::integer,
+        lapsed_by = case when j.lease_token is not null
+          then taskboard.note_lapse(j.id, j.lane_id, j.leased_by, j.lost_leases + 1) end
+      from taskboard.lanes as l
+      -- An array, because it is evaluated exactly once: a sub-select may be run again per row.
+      where j.id = any (array(
+          select c.id
+          from (
+            -- Per priority: returning jobs up to half a batch, then fresh ones, then the rest.
+            -- Lanes of one priority in random order, so that none of them starves.
+            select r.id, s.take, s.skip
+            from taskboard.lanes as r
+            cross join lateral (values
+              (1, greatest(v_left / 2, 1), 0, true),
+              (2, v_left, 0, false),
+              (3, v_left, greatest(v_left / 2, 1), true)) as s (step, take, skip, returning_lane)
+            where s.returning_lane = r.returning
+              and (v_open is null or r.queue = any (v_open))
+              and (claim.kinds is null or r.kind = any (claim.kinds))
+            order by r.priority, s.step, random()) as lane
+          cross join lateral (
+            select p.id
+            from taskboard.jobs as p
+            where p.lane_id = lane.id and p.claimable_at <= v_now
+            order by p.lane_id, p.claimable_at, p.id
+            limit lane.take offset lane.skip
+            for update skip locked) as c
+          limit v_left))
+        and l.id = j.lane_id
+        and not (j.lease_token is not null
+          and (j.cancel_requested_at is not null or j.lost_leases + 1 >= coalesce(
+            j.max_lost_leases, (select s.max_lost_leases from taskboard.settings as s))))
+      returning
+        j.id, j.lease_token, j.claimable_at, j.lease_granted,
+        coalesce(j.timeout, (select s.timeout from taskboard.settings as s)), l.queue, l.kind,
+        j.payload, j.attempt,
+        coalesce(j.max_attempts, (select s.max_attempts from taskboard.settings as s)), j.headers,
+        j.failures, j.lost_leases, l.priority::integer, j.run_at, j.created_at;
+      get diagnostics v_got = row_count;
+      v_left := v_left - v_got;
+      v_total := v_total + v_got;
+      if v_round > 0 and v_got > 0 then
+        perform taskboard.count_starts(v_limited[v_round], v_got);
+      end if;
+      exit when v_left = 0
+        or taskboard.sweep_exhausted(v_open, claim.kinds, v_now, v_left) = 0;
+    end loop;
   end loop;
 end
 $$;
@@ -104,7 +118,7 @@ Errors: 22004, 22023. Role: taskboard_worker.$$;
 
 create or replace function taskboard.check_claim(
   queues text[], kinds text[], max_jobs integer, lease interval, worker text)
-returns void
+returns boolean
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
@@ -113,13 +127,18 @@ declare
   v_most integer;
   v_least interval;
   v_longest interval;
+  v_special boolean;
 begin
   if current_setting('transaction_isolation') <> 'read committed' then
     raise exception using errcode = '0A000',
       message = 'claim needs the isolation level read committed',
       hint = 'Claim outside the transaction, or begin it at read committed.';
   end if;
-  select s.claim_jobs, s.lease_least, s.lease_most into v_most, v_least, v_longest
+  select s.claim_jobs, s.lease_least, s.lease_most,
+    s.queue_rights or s.paused_at is not null or exists (
+      select from taskboard.queues as q
+      where q.paused_at is not null or q.max_running is not null or q.max_starts is not null)
+  into v_most, v_least, v_longest, v_special
   from taskboard.settings as s;
   if check_claim.max_jobs is null then
     raise exception using errcode = '22004', message = 'max_jobs must not be null',
@@ -142,11 +161,13 @@ begin
     raise exception using errcode = '22023', message = 'worker is empty or too long',
       hint = 'Name the worker in 1 to 200 characters.';
   end if;
+  return v_special;
 end
 $$;
 
 comment on function taskboard.check_claim(text[], text[], integer, interval, text) is
-$$Refuse arguments of claim that are null or out of bounds (22004, 22023, 0A000) (internal).$$;
+$$Refuse arguments of claim that are null or out of bounds (22004, 22023, 0A000) (internal).
+True when some queue is paused, limited, or reserved for roles, so that claim needs a plan.$$;
 
 create or replace function taskboard.sweep_exhausted(
   queues text[], kinds text[], now timestamptz, most integer)

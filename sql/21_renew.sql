@@ -11,7 +11,9 @@ declare
   v_job record;
   v_now timestamptz;
 begin
-  perform taskboard.check_ownership(renew.job_id, renew.lease_token);
+  if not taskboard.may_touch(renew.job_id, renew.lease_token) then
+    return;
+  end if;
   perform taskboard.check_span('lease', renew.lease, s.lease_least, s.lease_most)
   from taskboard.settings as s where renew.lease is not null;
 
@@ -54,17 +56,21 @@ as $$
 declare
   v_set taskboard.settings;
   v_lease interval := renew_many.lease;
+  v_tokens uuid[] := renew_many.lease_tokens;
   v_locked uuid[];
   v_now timestamptz;
 begin
   select s.* into v_set from taskboard.settings as s;
   perform taskboard.check_pairs(renew_many.job_ids, renew_many.lease_tokens, v_set.claim_jobs);
   v_lease := taskboard.check_span('lease', v_lease, v_set.lease_least, v_set.lease_most);
+  if v_set.queue_rights then
+    v_tokens := taskboard.own_tokens(renew_many.job_ids, v_tokens);
+  end if;
 
   v_locked := array(
     select j.id
     from taskboard.jobs as j
-    join unnest(renew_many.job_ids, renew_many.lease_tokens) as w (id, token)
+    join unnest(renew_many.job_ids, v_tokens) as w (id, token)
       on w.id = j.id and w.token = j.lease_token
     order by j.id
     for no key update of j skip locked);
@@ -81,7 +87,7 @@ begin
   return query
   select j.id, null::timestamptz, j.cancel_requested_at is not null, 'busy'::text
   from taskboard.jobs as j
-  join unnest(renew_many.job_ids, renew_many.lease_tokens) as w (id, token)
+  join unnest(renew_many.job_ids, v_tokens) as w (id, token)
     on w.id = j.id and w.token = j.lease_token
   where j.id <> all (v_locked);
 end

@@ -8,12 +8,12 @@ as $$
 #variable_conflict use_column
 declare
   v_row taskboard.leased;
+  v_allowed boolean := taskboard.may_touch(require_lease.job_id, require_lease.lease_token);
   v_expires_at timestamptz;
 begin
-  perform taskboard.check_ownership(require_lease.job_id, require_lease.lease_token);
   select j.claimable_at into v_expires_at
   from taskboard.jobs as j
-  where j.id = require_lease.job_id and j.lease_token = require_lease.lease_token
+  where j.id = require_lease.job_id and j.lease_token = require_lease.lease_token and v_allowed
   for key share;
   if not found then
     raise exception using errcode = 'TB001',

@@ -8,7 +8,9 @@ as $$
 declare
   v_job record;
 begin
-  perform taskboard.check_ownership(lease_status.job_id, lease_status.lease_token);
+  if not taskboard.may_touch(lease_status.job_id, lease_status.lease_token) then
+    return 'unknown_job';
+  end if;
   select j.lease_token, j.last_token, j.claimable_at, j.waits_for into v_job
   from taskboard.jobs as j
   where j.id = lease_status.job_id;

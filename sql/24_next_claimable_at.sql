@@ -18,7 +18,9 @@ as $$
     and (next_claimable_at.kinds is null or l.kind = any (next_claimable_at.kinds))
     and not exists (
       select from taskboard.queues as q where q.name = l.queue and q.paused_at is not null)
-    and not exists (select from taskboard.settings as s where s.paused_at is not null)
+    and not exists (
+      select from taskboard.settings as s
+      where s.paused_at is not null or (s.queue_rights and not taskboard.may_use(l.queue)))
 $$;
 
 comment on function taskboard.next_claimable_at(text[], text[]) is

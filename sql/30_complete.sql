@@ -9,8 +9,11 @@ as $$
 declare
   v_row taskboard.completed;
   v_done record;
+  v_finished_at timestamptz;
 begin
-  perform taskboard.check_ownership(complete.job_id, complete.lease_token);
+  if not taskboard.may_touch(complete.job_id, complete.lease_token) then
+    return;
+  end if;
   if complete.result is not null then
     perform taskboard.check_document('result', complete.result, s.payload_bytes)
     from taskboard.settings as s;
@@ -43,7 +46,7 @@ begin
   if v_done.finished_at is null then
     -- A statement of its own, hence a snapshot of its own: the first call may have committed
     -- while this one waited for the row.
-    select h.finished_at into v_row.finished_at
+    select h.finished_at into v_finished_at
     from taskboard.history as h
     where h.id = complete.job_id and h.lease_token = complete.lease_token
       and h.state = 'completed';
@@ -51,7 +54,7 @@ begin
       perform taskboard.note_refusal('complete', complete.job_id, complete.lease_token);
       return;
     end if;
-    v_row.job_id := complete.job_id;
+    v_row := row(complete.job_id, v_finished_at);
     return next v_row;
     return;
   end if;
@@ -93,6 +96,7 @@ declare
   v_row taskboard.completed;
   v_set taskboard.settings;
   v_done record;
+  v_tokens uuid[] := complete_many.lease_tokens;
   v_kept uuid[];
 begin
   select s.* into v_set from taskboard.settings as s;
@@ -107,16 +111,20 @@ begin
     from unnest(complete_many.results) as r;
   end if;
 
+  if v_set.queue_rights then
+    v_tokens := taskboard.own_tokens(complete_many.job_ids, v_tokens);
+  end if;
+
   -- Serial keys in order, then rows in id order: two batches cannot block each other.
   perform taskboard.take_turn_lock(k.serial_key)
   from (
     select distinct j.serial_key
-    from unnest(complete_many.job_ids, complete_many.lease_tokens) as w (id, token)
+    from unnest(complete_many.job_ids, v_tokens) as w (id, token)
     join taskboard.jobs as j on j.id = w.id and j.lease_token = w.token
     where j.serial_key is not null
     order by j.serial_key) as k;
   perform from taskboard.jobs as j
-  join unnest(complete_many.job_ids, complete_many.lease_tokens) as w (id, token)
+  join unnest(complete_many.job_ids, v_tokens) as w (id, token)
     on w.id = j.id and w.token = j.lease_token
   order by j.id
   for update of j;
@@ -125,7 +133,7 @@ begin
     with gone as (
       delete from taskboard.jobs as j
       using taskboard.lanes as l, unnest(
-        complete_many.job_ids, complete_many.lease_tokens, complete_many.results)
+        complete_many.job_ids, v_tokens, complete_many.results)
         as w (id, token, result)
       where j.id = w.id and j.lease_token = w.token and l.id = j.lane_id
       returning j.*, l.queue, l.kind, l.priority, w.result
@@ -162,12 +170,12 @@ begin
   if cardinality(complete_many.job_ids) > coalesce(cardinality(v_kept), 0) then
     return query
     select distinct h.id, h.finished_at
-    from unnest(complete_many.job_ids, complete_many.lease_tokens) as w (id, token)
+    from unnest(complete_many.job_ids, v_tokens) as w (id, token)
     join taskboard.history as h
       on h.id = w.id and h.lease_token = w.token and h.state = 'completed'
     where w.id <> all (coalesce(v_kept, '{}'));
     perform taskboard.note_refusal('complete', w.id, w.token)
-    from unnest(complete_many.job_ids, complete_many.lease_tokens) as w (id, token)
+    from unnest(complete_many.job_ids, v_tokens) as w (id, token)
     where not exists (
       select from taskboard.history as h
       where h.id = w.id and h.lease_token = w.token and h.state = 'completed');

@@ -17,7 +17,9 @@ declare
   v_state text;
   v_claimable_at timestamptz;
 begin
-  perform taskboard.check_ownership(fail.job_id, fail.lease_token);
+  if not taskboard.may_touch(fail.job_id, fail.lease_token) then
+    return;
+  end if;
   if fail.permanent is null then
     raise exception using errcode = '22004', message = 'permanent must not be null',
       hint = 'true ends the job as failed, false lets it be tried again.';

@@ -12,7 +12,9 @@ declare
   v_delay interval := release.delay;
   v_job record;
 begin
-  perform taskboard.check_ownership(release.job_id, release.lease_token);
+  if not taskboard.may_touch(release.job_id, release.lease_token) then
+    return;
+  end if;
   v_delay := coalesce(taskboard.check_span('delay', v_delay, '0', s.delay_most), '0')
   from taskboard.settings as s;
 
@@ -33,7 +35,8 @@ begin
     return next v_row;
     return;
   end if;
-  return next taskboard.give_back(release.job_id, v_job.queue, v_delay);
+  v_row := taskboard.give_back(release.job_id, v_job.queue, v_delay);
+  return next v_row;
 end
 $$;
 

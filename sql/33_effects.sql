@@ -57,7 +57,9 @@ declare
   v_result jsonb;
   v_key text := begin_effect.job_id || '/' || begin_effect.step;
 begin
-  perform taskboard.check_ownership(begin_effect.job_id, begin_effect.lease_token);
+  if not taskboard.may_touch(begin_effect.job_id, begin_effect.lease_token) then
+    return;
+  end if;
   perform taskboard.check_step(begin_effect.step);
   perform taskboard.check_span('key_valid_for', begin_effect.key_valid_for, '0', s.delay_most)
   from taskboard.settings as s where begin_effect.key_valid_for is not null;
@@ -143,7 +145,9 @@ declare
   v_row taskboard.effect_ended;
   v_held_step text;
 begin
-  perform taskboard.check_ownership(end_effect.job_id, end_effect.lease_token);
+  if not taskboard.may_touch(end_effect.job_id, end_effect.lease_token) then
+    return;
+  end if;
   perform taskboard.check_step(end_effect.step);
   if end_effect.happened is null then
     raise exception using errcode = '22004', message = 'happened must not be null',

@@ -103,7 +103,7 @@ begin
     raise exception using errcode = '22004', message = 'job_id must not be null',
       hint = 'Name the job.';
   end if;
-  return query select v.* from taskboard.job_list as v where v.job_id = job.job_id;
+  return query select v.* from taskboard.job_list as v where v.job_id = job.job_id and taskboard.may_see(job.job_id);
 end
 $$;
 

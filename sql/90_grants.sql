@@ -32,6 +32,7 @@ declare
     pause                operator
     resume               operator
     prune                operator
+    limit_queue          operator
     job_documents        operator
     job_list             operator observer
     queue_stats          worker operator observer

@@ -24,6 +24,7 @@ $$;
 \ir 04_keys.sql
 \ir 05_finish.sql
 \ir 06_inline.sql
+\ir 07_rights.sql
 \ir 10_enqueue.sql
 \ir 11_enqueue_many.sql
 \ir 12_wake.sql
@@ -32,6 +33,7 @@ $$;
 \ir 22_require_lease.sql
 \ir 23_lease_status.sql
 \ir 24_next_claimable_at.sql
+\ir 25_plan_claim.sql
 \ir 30_complete.sql
 \ir 31_fail.sql
 \ir 32_release.sql

@@ -1,0 +1,128 @@
+create or replace function taskboard.may_use(queue text)
+returns boolean
+language sql
+stable
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+  -- The login and the role it has set must both be allowed: whoever is limited cannot shake that
+  -- off by becoming a role that is not.
+  select bool_and(
+    who.is_super
+    or not exists (
+      select from taskboard.queue_rights as r
+      join pg_roles as limited on limited.rolname = r.role_name
+      where pg_has_role(who.name, limited.oid, 'member'))
+    or exists (
+      select from taskboard.queue_rights as r
+      join pg_roles as limited on limited.rolname = r.role_name
+      where pg_has_role(who.name, limited.oid, 'member') and r.queue = may_use.queue))
+  from (
+    select p.rolname as name, p.rolsuper as is_super
+    from pg_roles as p
+    where p.rolname in (session_user, taskboard.caller())) as who
+$$;
+
+comment on function taskboard.may_use(text) is
+$$Tell whether the calling role may use a queue (internal).
+A role that has queues in queue_rights, itself or by membership, may use only those.$$;
+
+create or replace function taskboard.may_touch(job_id uuid, lease_token uuid)
+returns boolean
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  if may_touch.job_id is null or may_touch.lease_token is null then
+    raise exception using errcode = '22004',
+      message = 'job_id and lease_token must not be null',
+      hint = 'Pass both as claim returned them.';
+  end if;
+  return taskboard.may_see(may_touch.job_id);
+end
+$$;
+
+comment on function taskboard.may_touch(uuid, uuid) is
+$$Tell whether the calling role may act on a job; refuse nulls (22004) (internal).
+A job of a queue that the role may not use looks like one that does not exist.$$;
+
+create or replace function taskboard.may_see(job_id uuid)
+returns boolean
+language plpgsql
+stable
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  return not (select s.queue_rights from taskboard.settings as s)
+    or exists (
+      select from taskboard.jobs as j
+      join taskboard.lanes as l on l.id = j.lane_id
+      where j.id = may_see.job_id and taskboard.may_use(l.queue))
+    or exists (
+      select from taskboard.history as h
+      where h.id = may_see.job_id and taskboard.may_use(h.queue));
+end
+$$;
+
+comment on function taskboard.may_see(uuid) is
+$$Tell whether a job lies in a queue that the calling role may use (internal).$$;
+
+create or replace function taskboard.own_tokens(job_ids uuid[], lease_tokens uuid[])
+returns uuid[]
+language sql
+volatile
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+  select array(
+    select case when taskboard.may_see(w.id) then w.token else gen_random_uuid() end
+    from unnest(own_tokens.job_ids, own_tokens.lease_tokens) with ordinality as w (id, token, n)
+    order by w.n)
+$$;
+
+comment on function taskboard.own_tokens(uuid[], uuid[]) is
+$$Replace the tokens of jobs in queues that the caller may not use by ones nobody has (internal).$$;
+
+create or replace function taskboard.allow_queue(role_name text, queue text)
+returns void
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  perform taskboard.check_name('queue', allow_queue.queue);
+  if to_regrole(quote_ident(allow_queue.role_name)) is null then
+    raise exception using errcode = '22023', message = 'no such role',
+      hint = 'Create the role, then allow it a queue.';
+  end if;
+  insert into taskboard.queue_rights (role_name, queue)
+  values (allow_queue.role_name, allow_queue.queue)
+  on conflict do nothing;
+  update taskboard.settings as s set queue_rights = true where not s.queue_rights;
+end
+$$;
+
+comment on function taskboard.allow_queue(text, text) is
+$$Limit a role to named queues: it may use this one, and no other that is not allowed.
+Holds for logins that are members of the role, and after set role both for the login and the role.
+Superusers are not limited. Errors: 22004, 22023. For the owner alone.$$;
+
+create or replace function taskboard.disallow_queue(role_name text, queue text)
+returns void
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  delete from taskboard.queue_rights as r
+  where r.role_name = disallow_queue.role_name and r.queue = disallow_queue.queue;
+  update taskboard.settings as s
+  set queue_rights = exists (select from taskboard.queue_rights);
+end
+$$;
+
+comment on function taskboard.disallow_queue(text, text) is
+$$Take an allowed queue from a role; a role without any is not limited any more.
+For the owner alone.$$;

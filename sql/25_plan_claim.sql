@@ -1,0 +1,135 @@
+create or replace function taskboard.plan_claim(
+  queues text[], max_jobs integer, out open text[], out limited text[], out caps integer[])
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_queue taskboard.queues;
+  v_rights boolean;
+  v_cap integer;
+  v_now timestamptz;
+begin
+  open := '{}';
+  limited := '{}';
+  caps := '{}';
+  select s.queue_rights into v_rights from taskboard.settings as s where s.paused_at is null;
+  if not found then
+    return;
+  end if;
+  open := array(
+    select distinct l.queue
+    from taskboard.lanes as l
+    where (plan_claim.queues is null or l.queue = any (plan_claim.queues))
+      and (not v_rights or taskboard.may_use(l.queue))
+      and not exists (
+        select from taskboard.queues as q
+        where q.name = l.queue
+          and (q.paused_at is not null or q.max_running is not null
+            or q.max_starts is not null)));
+  for v_queue in
+    select q.*
+    from taskboard.queues as q
+    where q.paused_at is null and (q.max_running is not null or q.max_starts is not null)
+      and (plan_claim.queues is null or q.name = any (plan_claim.queues))
+      and (not v_rights or taskboard.may_use(q.name))
+    order by random()
+    -- Held until the claim commits, so that the next one counts what this one starts. A busy row
+    -- means none of that queue now, never a wait.
+    for update skip locked
+  loop
+    v_cap := plan_claim.max_jobs;
+    v_now := clock_timestamp();
+    if v_queue.max_running is not null then
+      v_cap := least(v_cap, v_queue.max_running - (
+        select count(*)
+        from taskboard.lanes as l
+        join taskboard.jobs as j on j.lane_id = l.id
+        where l.queue = v_queue.name and l.returning and j.claimable_at > v_now
+          and j.lease_token is not null));
+    end if;
+    if v_queue.max_starts is not null then
+      delete from taskboard.queue_starts as s
+      where s.queue = v_queue.name and s.started_at <= v_now - v_queue.starts_per;
+      v_cap := least(v_cap, v_queue.max_starts - (
+        select coalesce(sum(s.jobs), 0)
+        from taskboard.queue_starts as s
+        where s.queue = v_queue.name));
+    end if;
+    if v_cap > 0 then
+      limited := limited || v_queue.name;
+      caps := caps || v_cap;
+    end if;
+  end loop;
+end
+$$;
+
+comment on function taskboard.plan_claim(text[], integer) is
+$$Tell which queues a claim may take from, and of limited ones how many jobs (internal).
+Called only when some queue is paused, limited, or reserved for roles. A job whose lease has lapsed
+does not count as running: a stalled worker may exceed max_running.$$;
+
+create or replace function taskboard.count_starts(queue text, jobs integer)
+returns void
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  -- Counted from after the claim: no interval, wherever it begins, holds more than max_starts.
+  insert into taskboard.queue_starts as s (queue, started_at, jobs)
+  select q.name, clock_timestamp(), count_starts.jobs
+  from taskboard.queues as q
+  where q.name = count_starts.queue and q.max_starts is not null
+  on conflict on constraint queue_starts_key do update set jobs = s.jobs + excluded.jobs;
+end
+$$;
+
+comment on function taskboard.count_starts(text, integer) is
+$$Count jobs against a queue's rate, if it has one (internal).$$;
+
+create or replace function taskboard.limit_queue(
+  queue text, max_running integer default null, max_starts integer default null,
+  starts_per interval default null, lease interval default null)
+returns void
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '5s'
+as $$
+declare
+  v_lease interval := limit_queue.lease;
+begin
+  perform taskboard.check_name('queue', limit_queue.queue);
+  if limit_queue.max_running < 0 or limit_queue.max_starts < 0 then
+    raise exception using errcode = '22023', message = 'a limit is negative',
+      hint = 'Give 0 or more, or null for no limit.';
+  end if;
+  if (limit_queue.max_starts is null) <> (limit_queue.starts_per is null) then
+    raise exception using errcode = '22023',
+      message = 'max_starts and starts_per go together',
+      hint = 'For 100 starts a minute: max_starts => 100, starts_per => ''1 minute''.';
+  end if;
+  perform taskboard.check_span('starts_per', limit_queue.starts_per, '0.001 s', '24 hours');
+  v_lease := taskboard.check_span('lease', v_lease, s.lease_least, s.lease_most)
+  from taskboard.settings as s;
+  insert into taskboard.queues as q (name, max_running, max_starts, starts_per, lease)
+  values (
+    limit_queue.queue, limit_queue.max_running, limit_queue.max_starts,
+    taskboard.exact(limit_queue.starts_per), v_lease)
+  on conflict (name) do update
+  set max_running = excluded.max_running, max_starts = excluded.max_starts,
+    starts_per = excluded.starts_per, lease = excluded.lease;
+  perform taskboard.note_incident('queue_limited', queue => limit_queue.queue, detail => format(
+    'running %s, starts %s per %s', limit_queue.max_running, limit_queue.max_starts,
+    limit_queue.starts_per));
+  perform taskboard.wake();
+end
+$$;
+
+comment on function taskboard.limit_queue(text, integer, integer, interval, interval) is
+$$Set a queue's limits, over all workers; what is not given has no limit.
+max_running: so many of its jobs hold an unexpired lease at once. max_starts, starts_per: so many
+claims in any interval of that length. lease: default lease of its jobs. Exact under concurrency;
+claims from a limited queue take turns, one that finds another in progress gets none of it.
+Errors: 22004, 22023. Role: taskboard_operator.$$;
