@@ -28,8 +28,10 @@ $$Longest run of one attempt; then renewal is refused. Null: settings.timeout.$$
 comment on column taskboard.jobs.failures is $$Attempts that said fail; against max_attempts.$$;
 comment on column taskboard.jobs.lost_leases is
 $$Attempts that said nothing; against max_lost_leases.$$;
-comment on column taskboard.jobs.max_attempts is $$So many failures end it as failed; null: settings.max_attempts.$$;
-comment on column taskboard.jobs.max_lost_leases is $$So many lost leases do; null: settings.max_lost_leases.$$;
+comment on column taskboard.jobs.max_attempts is
+$$So many failures end it as failed; null: settings.max_attempts.$$;
+comment on column taskboard.jobs.max_lost_leases is
+$$So many lost leases do; null: settings.max_lost_leases.$$;
 comment on column taskboard.jobs.serial_no is $$Order within the serial key.$$;
 comment on column taskboard.jobs.cancel_requested_at is $$When a running job was asked to stop.$$;
 comment on column taskboard.jobs.on_unknown is

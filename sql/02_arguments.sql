@@ -20,7 +20,7 @@ end
 $$;
 
 comment on function taskboard.check_name(text, text) is
-$$Refuse a name that is null (22004), empty, over 200 characters or unprintable (22023) (internal).$$;
+$$Refuse a name that is null (22004), empty, too long or unprintable (22023) (internal).$$;
 
 create or replace function taskboard.check_span(
   argument text, value interval, lowest interval, highest interval)

@@ -61,7 +61,7 @@ as $$
 $$;
 
 comment on function taskboard.open_step(uuid) is
-$$Return the first step of a job that began and of which nobody said what became of it (internal).$$;
+$$Return the first step of a job that began and never ended, or null (internal).$$;
 
 create or replace function taskboard.hold(job_id uuid, step text, why text)
 returns void

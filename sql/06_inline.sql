@@ -24,8 +24,8 @@ comment on function taskboard.new_job_id(integer, timestamptz) is
 $$Make a time-ordered random job id that carries its shard (internal).
 Random and not a sequence: a failover or a restore must never issue an id again.$$;
 
--- Inside an explicit transaction we may commit after the look, when somebody has fallen asleep: then
--- the answer is yes. The locks that were got are let go at once; what is read is whether we got them.
+-- Inside an explicit transaction we may commit after the look, when somebody has fallen asleep:
+-- then the answer is yes. A lock that was got is let go at once; we read whether we got it.
 create or replace function taskboard.somebody_sleeps(queue text)
 returns boolean
 language sql
@@ -50,3 +50,37 @@ return case when pg_column_compression(document) is null
 
 comment on function taskboard.document_bytes(jsonb) is
 $$Measure a document, in bytes (internal).$$;
+
+create or replace function taskboard.microseconds(at timestamptz)
+returns bigint
+language sql
+immutable
+return (extract(epoch from at) * 1000000)::bigint;
+
+comment on function taskboard.microseconds(timestamptz) is
+$$Turn an instant into microseconds since 1970 (internal).$$;
+
+-- A hint that is unreadable, from the future, or over a minute old is no hint.
+create or replace function taskboard.read_floor(hint text, at timestamptz)
+returns timestamptz
+language sql
+immutable
+return case when hint ~ '^\d{1,16}/\d{1,16}/\d{1,16}/\d{1,18}$'
+    and split_part(hint, '/', 2)::bigint
+      between taskboard.microseconds(at) - 60000000 and taskboard.microseconds(at)
+  then to_timestamp((split_part(hint, '/', 1)::bigint - 2) / 1000000.0)
+  else '-infinity' end;
+
+comment on function taskboard.read_floor(text, timestamptz) is
+$$Tell before which instant a lane has no claimable row, by a session's hint (internal).
+The hint: floor, when it was set, candidate (all in microseconds), transaction of the latter.$$;
+
+create or replace function taskboard.floors_due(hint text, at timestamptz)
+returns boolean
+language sql
+immutable
+return case when hint ~ '^\d{1,16}$'
+  then taskboard.microseconds(at) - hint::bigint not between 0 and 5000 else true end;
+
+comment on function taskboard.floors_due(text, timestamptz) is
+$$Tell whether this session should look at its floors again: after 5 ms (internal).$$;

@@ -129,8 +129,7 @@ begin
     select m.job_id, m.created into v_row
     from taskboard.enqueue_many(
       enqueue.kind, array[enqueue.payload], enqueue.queue, enqueue.priority, enqueue.run_at,
-      enqueue.delay, case when enqueue.unique_key is not null then array[enqueue.unique_key] end,
-      enqueue.unique_for, case when enqueue.serial_key is not null then array[enqueue.serial_key] end,
+      enqueue.delay, array[enqueue.unique_key], enqueue.unique_for, array[enqueue.serial_key],
       enqueue.max_attempts, enqueue.max_lost_leases, enqueue.lease, enqueue.timeout,
       enqueue.on_unknown, enqueue.headers) as m;
     return v_row;

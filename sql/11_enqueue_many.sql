@@ -45,7 +45,8 @@ declare
 begin
   perform taskboard.check_options(
     enqueue_many.run_at, enqueue_many.delay, enqueue_many.unique_for,
-    cardinality(array_remove(enqueue_many.unique_keys, null)) > 0, enqueue_many.max_attempts, enqueue_many.max_lost_leases,
+    coalesce(num_nonnulls(variadic enqueue_many.unique_keys), 0) > 0, enqueue_many.max_attempts,
+    enqueue_many.max_lost_leases,
     enqueue_many.lease, enqueue_many.timeout, enqueue_many.on_unknown, enqueue_many.headers);
   select s.* into v_set from taskboard.settings as s;
   if enqueue_many.payloads is null or array_position(enqueue_many.payloads, null) is not null then
@@ -72,7 +73,9 @@ begin
   v_now := clock_timestamp();
   v_due := coalesce(
     enqueue_many.run_at, v_now + taskboard.exact(enqueue_many.delay), v_now);
-  if enqueue_many.unique_keys is null and enqueue_many.serial_keys is null then
+  if coalesce(num_nonnulls(variadic enqueue_many.unique_keys), 0) = 0
+    and coalesce(num_nonnulls(variadic enqueue_many.serial_keys), 0) = 0
+  then
     return query
     insert into taskboard.jobs as j (
       id, lane_id, claimable_at, run_at, created_at, lease, timeout, max_attempts,
@@ -80,7 +83,8 @@ begin
     select
       taskboard.new_job_id(v_set.shard, v_now), v_lane, greatest(v_due, v_now), v_due, v_now,
       taskboard.exact(enqueue_many.lease), taskboard.exact(enqueue_many.timeout),
-      enqueue_many.max_attempts, enqueue_many.max_lost_leases, enqueue_many.on_unknown, enqueue_many.headers, p
+      enqueue_many.max_attempts, enqueue_many.max_lost_leases, enqueue_many.on_unknown,
+      enqueue_many.headers, p
     from unnest(enqueue_many.payloads) as p
     returning j.id, true;
     if not found then
@@ -168,7 +172,8 @@ begin
     case when k.turn then greatest(enqueue_keyed.due, v_now) else 'infinity' end,
     enqueue_keyed.due, v_now, taskboard.exact(enqueue_keyed.lease),
     taskboard.exact(enqueue_keyed.timeout),
-    enqueue_keyed.max_attempts, enqueue_keyed.max_lost_leases, k.serial_no, enqueue_keyed.on_unknown, case when not k.turn then 'turn' end,
+    enqueue_keyed.max_attempts, enqueue_keyed.max_lost_leases, k.serial_no,
+    enqueue_keyed.on_unknown, case when not k.turn then 'turn' end,
     k.unique_key, k.serial_key, enqueue_keyed.headers, k.payload
   from unnest(
     v_ids, v_holders, v_serial_nos, v_turns, enqueue_keyed.unique_keys, enqueue_keyed.serial_keys,

@@ -11,11 +11,12 @@ set lock_timeout = '5s'
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
-set enable_sort = on
+set jit = off
 as $$
 declare
   v_worker text := coalesce(
     claim.worker, nullif(current_setting('application_name'), ''), 'pid-' || pg_backend_pid());
+  v_set record; -- the settings, and whether some queue is special
   v_lease interval := claim.lease;
   v_open text[] := claim.queues; -- queues without limits, null: all
   v_limited text[];
@@ -25,7 +26,9 @@ declare
   v_total integer := 0;
   v_now timestamptz;
 begin
-  if taskboard.check_claim(claim.queues, claim.kinds, claim.max_jobs, v_lease, v_worker) then
+  v_set := taskboard.check_claim(
+    claim.queues, claim.kinds, claim.max_jobs, v_lease, v_worker);
+  if v_set.special then
     select p.open, p.limited, p.caps into v_open, v_limited, v_caps
     from taskboard.plan_claim(claim.queues, claim.max_jobs) as p;
   end if;
@@ -49,10 +52,10 @@ begin
         claimed_at = clock_timestamp(),
         claimable_at = clock_timestamp() + coalesce(
           v_lease, j.lease, (select q.lease from taskboard.queues as q where q.name = l.queue),
-          (select s.lease from taskboard.settings as s)),
+          v_set.lease_default),
         lease_granted = coalesce(
           v_lease, j.lease, (select q.lease from taskboard.queues as q where q.name = l.queue),
-          (select s.lease from taskboard.settings as s)),
+          v_set.lease_default),
         lease_token = gen_random_uuid(),
         leased_by = v_worker,
         lost_leases = j.lost_leases + (j.lease_token is not null)::integer,
@@ -65,7 +68,8 @@ begin
           from (
             -- Per priority: returning jobs up to half a batch, then fresh ones, then the rest.
             -- Lanes of one priority in random order, so that none of them starves.
-            select r.id, s.take, s.skip
+            select r.id, s.take, s.skip, taskboard.read_floor(
+              current_setting('taskboard.lane_' || r.id, true), v_now) as floor
             from taskboard.lanes as r
             cross join lateral (values
               (1, greatest(v_left / 2, 1), 0, true),
@@ -78,21 +82,20 @@ begin
           cross join lateral (
             select p.id
             from taskboard.jobs as p
-            where p.lane_id = lane.id and p.claimable_at <= v_now
+            where p.lane_id = lane.id and p.claimable_at between lane.floor and v_now
             order by p.lane_id, p.claimable_at, p.id
             limit lane.take offset lane.skip
             for update skip locked) as c
           limit v_left))
         and l.id = j.lane_id
         and not (j.lease_token is not null
-          and (j.cancel_requested_at is not null or j.lost_leases + 1 >= coalesce(
-            j.max_lost_leases, (select s.max_lost_leases from taskboard.settings as s))))
+          and (j.cancel_requested_at is not null
+            or j.lost_leases + 1 >= coalesce(j.max_lost_leases, v_set.max_lost_leases)))
       returning
         j.id, j.lease_token, j.claimable_at, j.lease_granted,
-        coalesce(j.timeout, (select s.timeout from taskboard.settings as s)), l.queue, l.kind,
-        j.payload, j.attempt,
-        coalesce(j.max_attempts, (select s.max_attempts from taskboard.settings as s)), j.headers,
-        j.failures, j.lost_leases, l.priority::integer, j.run_at, j.created_at;
+        coalesce(j.timeout, v_set.timeout), l.queue, l.kind, j.payload, j.attempt,
+        coalesce(j.max_attempts, v_set.max_attempts), j.headers, j.failures, j.lost_leases,
+        l.priority::integer, j.run_at, j.created_at;
       get diagnostics v_got = row_count;
       v_left := v_left - v_got;
       v_total := v_total + v_got;
@@ -103,6 +106,9 @@ begin
         or taskboard.sweep_exhausted(v_open, claim.kinds, v_now, v_left) = 0;
     end loop;
   end loop;
+  if taskboard.floors_due(current_setting('taskboard.floors_at', true), v_now) then
+    perform taskboard.raise_floors(claim.queues, claim.kinds);
+  end if;
 end
 $$;
 
@@ -117,28 +123,29 @@ Locks the rows for update, never waits for one. Needs read committed (0A000).
 Errors: 22004, 22023. Role: taskboard_worker.$$;
 
 create or replace function taskboard.check_claim(
-  queues text[], kinds text[], max_jobs integer, lease interval, worker text)
-returns boolean
+  queues text[], kinds text[], max_jobs integer, lease interval, worker text,
+  out special boolean, out lease_default interval, out timeout interval, out max_attempts integer,
+  out max_lost_leases integer)
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
 as $$
+#variable_conflict use_column
 declare
   v_most integer;
-  v_least interval;
+  v_shortest interval;
   v_longest interval;
-  v_special boolean;
 begin
   if current_setting('transaction_isolation') <> 'read committed' then
     raise exception using errcode = '0A000',
       message = 'claim needs the isolation level read committed',
       hint = 'Claim outside the transaction, or begin it at read committed.';
   end if;
-  select s.claim_jobs, s.lease_least, s.lease_most,
-    s.queue_rights or s.paused_at is not null or exists (
+  select s.claim_jobs, s.lease_least, s.lease_most, s.lease, s.timeout, s.max_attempts,
+    s.max_lost_leases, s.queue_rights or s.paused_at is not null or exists (
       select from taskboard.queues as q
       where q.paused_at is not null or q.max_running is not null or q.max_starts is not null)
-  into v_most, v_least, v_longest, v_special
+  into v_most, v_shortest, v_longest, lease_default, timeout, max_attempts, max_lost_leases, special
   from taskboard.settings as s;
   if check_claim.max_jobs is null then
     raise exception using errcode = '22004', message = 'max_jobs must not be null',
@@ -155,19 +162,19 @@ begin
       hint = 'Name queues and kinds, or pass null for all.';
   end if;
   if check_claim.lease is not null then
-    perform taskboard.check_span('lease', check_claim.lease, v_least, v_longest);
+    perform taskboard.check_span('lease', check_claim.lease, v_shortest, v_longest);
   end if;
   if char_length(check_claim.worker) not between 1 and 200 then
     raise exception using errcode = '22023', message = 'worker is empty or too long',
       hint = 'Name the worker in 1 to 200 characters.';
   end if;
-  return v_special;
 end
 $$;
 
 comment on function taskboard.check_claim(text[], text[], integer, interval, text) is
 $$Refuse arguments of claim that are null or out of bounds (22004, 22023, 0A000) (internal).
-True when some queue is paused, limited, or reserved for roles, so that claim needs a plan.$$;
+Returns the settings that claim needs, and whether it is special: some queue is paused, limited, or
+reserved for roles.$$;
 
 create or replace function taskboard.sweep_exhausted(
   queues text[], kinds text[], now timestamptz, most integer)
@@ -184,7 +191,10 @@ begin
     cross join lateral (
       select p.id
       from taskboard.jobs as p
-      where p.lane_id = l.id and p.claimable_at <= sweep_exhausted.now
+      where p.lane_id = l.id
+        and p.claimable_at between taskboard.read_floor(
+          current_setting('taskboard.lane_' || l.id, true), sweep_exhausted.now)
+          and sweep_exhausted.now
         and p.lease_token is not null
         and (p.lost_leases + 1 >= coalesce(p.max_lost_leases, s.max_lost_leases)
           or p.cancel_requested_at is not null)

@@ -12,6 +12,8 @@ as $$
     select j.claimable_at
     from taskboard.jobs as j
     where j.lane_id = l.id and j.claimable_at < 'infinity'
+      and j.claimable_at >= taskboard.read_floor(
+        current_setting('taskboard.lane_' || l.id, true), clock_timestamp())
     order by j.claimable_at, j.id
     limit 1) as c
   where (next_claimable_at.queues is null or l.queue = any (next_claimable_at.queues))

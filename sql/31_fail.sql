@@ -48,7 +48,9 @@ begin
       fail.job_id, 'cancelled', fail.lease_token,
       concat_ws('; ', v_job.cancel_reason, v_error));
     v_state := 'cancelled';
-  elsif fail.permanent or v_job.failures + 1 >= coalesce(v_job.max_attempts, v_set.max_attempts) then
+  elsif fail.permanent
+    or v_job.failures + 1 >= coalesce(v_job.max_attempts, v_set.max_attempts)
+  then
     v_state := taskboard.end_failed(fail.job_id, fail.lease_token, v_error);
   else
     -- The exponent is capped before the power is taken: 2^1000 has no interval.

@@ -9,7 +9,8 @@ begin
       hint = 'Name the effect, for example main or send/2.';
   end if;
   if check_step.step !~ '^[a-z0-9][a-z0-9_./-]{0,99}$' then
-    raise exception using errcode = '22023', message = 'step has characters that a key cannot carry',
+    raise exception using errcode = '22023',
+      message = 'step has characters that a key cannot carry',
       hint = 'Use 1 to 100 of a-z, 0-9, _ . / and -, beginning with a letter or digit.';
   end if;
 end
@@ -180,7 +181,8 @@ begin
         '%s happened: %s', end_effect.step, end_effect.happened));
   end if;
   v_row := row(
-     end_effect.job_id, end_effect.step, taskboard.effect_state(end_effect.job_id, end_effect.step, end_effect.lease_token));
+    end_effect.job_id, end_effect.step,
+    taskboard.effect_state(end_effect.job_id, end_effect.step, end_effect.lease_token));
   return next v_row;
 end
 $$;

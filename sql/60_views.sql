@@ -20,16 +20,16 @@ Has tokens and payloads: for nobody but the owner.$$;
 create or replace view taskboard.job_list as
 select j.id as job_id, j.state, j.queue, j.kind, j.priority, j.attempt, j.failures,
   coalesce(j.max_attempts, s.max_attempts) as max_attempts, j.lost_leases,
-  coalesce(j.max_lost_leases, s.max_lost_leases) as max_lost_leases, j.leased_by as worker, j.run_at, nullif(j.claimable_at, 'infinity') as
-  claimable_at, j.claimed_at, null::timestamptz as finished_at, j.created_at,
+  coalesce(j.max_lost_leases, s.max_lost_leases) as max_lost_leases, j.leased_by as worker,
+  j.run_at, nullif(j.claimable_at, 'infinity') as claimable_at, j.claimed_at, null::timestamptz as finished_at, j.created_at,
   j.unique_key, j.serial_key, j.held_step, j.cancel_requested_at, j.lapsed_by
 from taskboard.live_jobs as j
 cross join taskboard.settings as s
 union all
 select h.id, h.state, h.queue, h.kind, h.priority::integer, h.attempt, h.failures,
   coalesce(h.max_attempts, s.max_attempts), h.lost_leases,
-  coalesce(h.max_lost_leases, s.max_lost_leases), h.finished_by, h.run_at, null, h.claimed_at, h.finished_at,
-  h.created_at, h.unique_key, h.serial_key, null, null, null
+  coalesce(h.max_lost_leases, s.max_lost_leases), h.finished_by, h.run_at, null, h.claimed_at,
+  h.finished_at, h.created_at, h.unique_key, h.serial_key, null, null, null
 from taskboard.history as h
 cross join taskboard.settings as s;
 
@@ -103,7 +103,9 @@ begin
     raise exception using errcode = '22004', message = 'job_id must not be null',
       hint = 'Name the job.';
   end if;
-  return query select v.* from taskboard.job_list as v where v.job_id = job.job_id and taskboard.may_see(job.job_id);
+  return query
+  select v.* from taskboard.job_list as v
+  where v.job_id = job.job_id and taskboard.may_see(job.job_id);
 end
 $$;
 

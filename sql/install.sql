@@ -34,6 +34,7 @@ $$;
 \ir 23_lease_status.sql
 \ir 24_next_claimable_at.sql
 \ir 25_plan_claim.sql
+\ir 26_floor.sql
 \ir 30_complete.sql
 \ir 31_fail.sql
 \ir 32_release.sql
