@@ -53,6 +53,7 @@ create table if not exists taskboard.lanes (
   priority smallint not null,
   "returning" boolean not null,
   returns_to integer not null,
+  keeps boolean not null default true,
   constraint lanes_key primary key (id),
   constraint lanes_priority_bounded check (priority between 0 and 9),
   constraint lanes_returning_to_itself check ("returning" = (returns_to = id))
@@ -68,6 +69,8 @@ create table if not exists taskboard.queues (
   max_running integer,
   max_starts integer,
   starts_per interval,
+  keep_completed boolean not null default true,
+  keep_failed interval,
   constraint queues_key primary key (name),
   constraint queues_lease_positive check (lease > '0'),
   constraint queues_limits_sensible check (
@@ -107,6 +110,7 @@ create table if not exists taskboard.jobs (
   max_lost_leases integer,
   serial_no bigint,
   cancel_requested_at timestamptz,
+  unique_until_claim boolean,
   on_unknown text not null default 'retry',
   waits_for text,
   held_step text,
@@ -116,6 +120,7 @@ create table if not exists taskboard.jobs (
   serial_key text,
   cancel_reason text,
   last_error text,
+  progress jsonb,
   headers jsonb,
   payload jsonb not null,
   constraint jobs_key primary key (id),
@@ -173,11 +178,18 @@ create table if not exists taskboard.history (
   serial_key text,
   error text,
   headers jsonb,
-  payload jsonb not null,
+  payload jsonb,
   result jsonb,
   constraint history_key primary key (id, finished_at),
   constraint history_state_final check (state in ('completed', 'failed', 'cancelled'))
 ) partition by range (finished_at);
+
+-- Tiny, because rows come in the order of their date: for rates and pages of the newest.
+create index if not exists history_finished
+  on taskboard.history using brin (finished_at) with (pages_per_range = 16);
+
+-- Jobs of queues that keep nothing: only these, so that others do not pay for it.
+create index if not exists history_stubs on taskboard.history (finished_at) where payload is null;
 
 create table if not exists taskboard.history_default
   partition of taskboard.history default;
@@ -194,6 +206,25 @@ create table if not exists taskboard.effects (
   result jsonb,
   constraint effects_key primary key (job_id, step, lease_token),
   constraint effects_ended_whole check ((ended_at is null) = (happened is null))
+);
+
+create table if not exists taskboard.schedules (
+  name text not null,
+  cron text not null,
+  time_zone text not null,
+  kind text not null,
+  payload jsonb not null,
+  queue text not null,
+  priority smallint not null,
+  misfire text not null,
+  next_at timestamptz,
+  last_at timestamptz,
+  last_job_id uuid,
+  paused_at timestamptz,
+  created_at timestamptz not null,
+  constraint schedules_key primary key (name),
+  constraint schedules_priority_bounded check (priority between 0 and 9),
+  constraint schedules_misfire_named check (misfire in ('skip', 'one', 'all'))
 );
 
 create table if not exists taskboard.incidents (
@@ -254,6 +285,13 @@ begin
   end if;
   if to_regtype('taskboard.queue_state') is null then
     create type taskboard.queue_state as (queue text, paused_at timestamptz);
+  end if;
+  if to_regtype('taskboard.job_result') is null then
+    create type taskboard.job_result as (job_id uuid, state text, result jsonb, error text);
+  end if;
+  if to_regtype('taskboard.due_schedule') is null then
+    create type taskboard.due_schedule as (
+      name text, cron text, time_zone text, misfire text, due_at timestamptz, now timestamptz);
   end if;
   if to_regtype('taskboard.maintained') is null then
     create type taskboard.maintained as (step text, touched bigint);

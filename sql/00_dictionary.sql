@@ -46,6 +46,9 @@ comment on column taskboard.jobs.unique_key is $$Key that one live job of a kind
 comment on column taskboard.jobs.serial_key is $$Jobs with one key run one at a time.$$;
 comment on column taskboard.jobs.cancel_reason is $$Why it was asked to stop.$$;
 comment on column taskboard.jobs.last_error is $$Error of the last failure, at most 8 kB.$$;
+comment on column taskboard.jobs.unique_until_claim is
+$$True when a claim frees the unique key.$$;
+comment on column taskboard.jobs.progress is $$What the worker reported with a renewal.$$;
 comment on column taskboard.jobs.headers is $$The producer's notes to the handler (tracing …).$$;
 comment on column taskboard.jobs.payload is $$What the handler works on, at most 1 MB.$$;
 
@@ -93,6 +96,16 @@ comment on column taskboard.queues.lease is $$Lease of its jobs; null: settings.
 comment on column taskboard.queues.max_running is $$Most unexpired leases at once.$$;
 comment on column taskboard.queues.max_starts is $$Most claims in any interval of starts_per.$$;
 comment on column taskboard.queues.starts_per is $$Length of that interval.$$;
+comment on column taskboard.queues.keep_completed is
+$$Whether completed jobs stay in history; else only id and token, for an hour.$$;
+comment on column taskboard.queues.keep_failed is
+$$How long failed jobs stay when the rest has gone; null: no longer.$$;
+comment on table taskboard.schedules is
+$$What to enqueue at the occurrences of a cron rule; runners advance it by compare and set.$$;
+comment on column taskboard.schedules.next_at is
+$$The next occurrence; null until a runner has worked it out.$$;
+comment on column taskboard.schedules.misfire is
+$$What to do about occurrences nobody was there for: skip, one, all.$$;
 comment on table taskboard.queue_starts is $$Recent claims from queues with a rate.$$;
 comment on table taskboard.queue_rights is
 $$Roles that may use only named queues; roles without a row here may use all.$$;

@@ -13,7 +13,7 @@ begin
     delete from taskboard.jobs as j
     using taskboard.lanes as l
     where j.id = finish.job_id and l.id = j.lane_id
-    returning j.*, l.queue, l.kind, l.priority
+    returning j.*, l.queue, l.kind, l.priority, l.keeps
   )
   insert into taskboard.history as h (
     id, finished_at, attempt, priority, failures, lost_leases, max_attempts, max_lost_leases,

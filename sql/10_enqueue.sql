@@ -29,12 +29,12 @@ begin
     -- No unique constraint: a second first registration must not wait for ours to commit.
     v_returning := nextval('taskboard.lane_ids');
     v_fresh := nextval('taskboard.lane_ids');
-    insert into taskboard.lanes (id, queue, kind, priority, "returning", returns_to)
-    values
-      (v_returning, register_lane.queue, register_lane.kind, register_lane.priority, true,
-        v_returning),
-      (v_fresh, register_lane.queue, register_lane.kind, register_lane.priority, false,
-        v_returning);
+    insert into taskboard.lanes (id, queue, kind, priority, "returning", returns_to, keeps)
+    select n.id, register_lane.queue, register_lane.kind, register_lane.priority,
+      n.id = v_returning, v_returning, coalesce((
+        select q.keep_completed from taskboard.queues as q where q.name = register_lane.queue),
+        true)
+    from unnest(array[v_returning, v_fresh]) as n (id);
   end if;
   return v_fresh;
 end
@@ -47,7 +47,7 @@ Raises 22004, 22023 for a bad name or priority.$$;
 create or replace function taskboard.check_options(
   run_at timestamptz, delay interval, unique_for interval, has_key boolean,
   max_attempts integer, max_lost_leases integer, lease interval, timeout interval,
-  on_unknown text, headers jsonb)
+  on_unknown text, headers jsonb, unique_until text)
 returns void
 language plpgsql
 security definer
@@ -91,6 +91,13 @@ begin
       message = 'on_unknown is neither retry nor hold',
       hint = 'retry repeats an effect whose outcome is unknown, hold asks a person.';
   end if;
+  if check_options.unique_until is null or check_options.unique_until not in ('end', 'claim')
+    or (check_options.unique_until = 'claim' and check_options.unique_for is not null)
+  then
+    raise exception using errcode = '22023',
+      message = 'unique_until is neither end nor claim, or goes with unique_for',
+      hint = 'end: until the job has ended. claim: until it is claimed; not with unique_for.';
+  end if;
   if jsonb_typeof(check_options.headers) <> 'object' then
     raise exception using errcode = '22023',
       message = 'headers is not an object',
@@ -101,7 +108,7 @@ end
 $$;
 
 comment on function taskboard.check_options(timestamptz, interval, interval, boolean, integer,
-  integer, interval, interval, text, jsonb) is
+  integer, interval, interval, text, jsonb, text) is
 $$Refuse options of enqueue that are out of bounds or do not go together (22023) (internal).$$;
 
 create or replace function taskboard.enqueue(
@@ -110,7 +117,7 @@ create or replace function taskboard.enqueue(
   unique_key text default null, unique_for interval default null, serial_key text default null,
   max_attempts integer default null, max_lost_leases integer default null,
   lease interval default null, timeout interval default null,
-  on_unknown text default 'retry', headers jsonb default null)
+  on_unknown text default 'retry', headers jsonb default null, unique_until text default 'end')
 returns taskboard.enqueued
 language plpgsql
 security definer
@@ -125,13 +132,14 @@ begin
     or enqueue.max_attempts is not null or enqueue.max_lost_leases is not null
     or enqueue.lease is not null or enqueue.timeout is not null
     or enqueue.on_unknown is distinct from 'retry' or enqueue.headers is not null
+    or enqueue.unique_until is distinct from 'end'
   then
     select m.job_id, m.created into v_row
     from taskboard.enqueue_many(
       enqueue.kind, array[enqueue.payload], enqueue.queue, enqueue.priority, enqueue.run_at,
       enqueue.delay, array[enqueue.unique_key], enqueue.unique_for, array[enqueue.serial_key],
       enqueue.max_attempts, enqueue.max_lost_leases, enqueue.lease, enqueue.timeout,
-      enqueue.on_unknown, enqueue.headers) as m;
+      enqueue.on_unknown, enqueue.headers, enqueue.unique_until) as m;
     return v_row;
   end if;
 
@@ -169,11 +177,13 @@ end
 $$;
 
 comment on function taskboard.enqueue(text, jsonb, text, integer, timestamptz, interval, text,
-  interval, text, integer, integer, interval, interval, text, jsonb) is
+  interval, text, integer, integer, interval, interval, text, jsonb, text) is
 $$Add one job; return its id, or that of the job that holds the unique key.
 created tells which. Part of the caller's transaction: nobody sees the job before it commits.
 unique_key: one live job of a kind holds it; with unique_for it stays held that long from now, also
-when the job has ended. serial_key: jobs with one key run one at a time, in the order enqueued.
+when the job has ended; unique_until 'claim' frees it already when the job is claimed, so that an
+event that comes while the job runs leads to another run (with a serial_key: after this one).
+serial_key: jobs with one key run one at a time, in the order enqueued.
 run_at (an instant) or delay (from now), not both. lease, timeout: for this job's claims.
 on_unknown: 'retry' repeats an effect whose outcome is unknown, 'hold' asks a person.
 Waits for a transaction that is just enqueueing the same key, at most 5 s (55P03).

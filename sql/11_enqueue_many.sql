@@ -30,7 +30,7 @@ create or replace function taskboard.enqueue_many(
   serial_keys text[] default null,
   max_attempts integer default null, max_lost_leases integer default null,
   lease interval default null, timeout interval default null,
-  on_unknown text default 'retry', headers jsonb default null)
+  on_unknown text default 'retry', headers jsonb default null, unique_until text default 'end')
 returns setof taskboard.enqueued
 language plpgsql
 security definer
@@ -47,7 +47,8 @@ begin
     enqueue_many.run_at, enqueue_many.delay, enqueue_many.unique_for,
     coalesce(num_nonnulls(variadic enqueue_many.unique_keys), 0) > 0, enqueue_many.max_attempts,
     enqueue_many.max_lost_leases,
-    enqueue_many.lease, enqueue_many.timeout, enqueue_many.on_unknown, enqueue_many.headers);
+    enqueue_many.lease, enqueue_many.timeout, enqueue_many.on_unknown, enqueue_many.headers,
+    enqueue_many.unique_until);
   select s.* into v_set from taskboard.settings as s;
   if enqueue_many.payloads is null or array_position(enqueue_many.payloads, null) is not null then
     raise exception using errcode = '22004', message = 'payloads is null or holds nulls',
@@ -97,7 +98,7 @@ begin
       enqueue_many.kind, enqueue_many.payloads, v_lane, v_due, enqueue_many.unique_keys,
       enqueue_many.unique_for, enqueue_many.serial_keys, enqueue_many.max_attempts,
       enqueue_many.max_lost_leases, enqueue_many.lease, enqueue_many.timeout,
-      enqueue_many.on_unknown, enqueue_many.headers) as k;
+      enqueue_many.on_unknown, enqueue_many.headers, enqueue_many.unique_until) as k;
   end if;
   if taskboard.somebody_sleeps(enqueue_many.queue) then
     perform taskboard.wake(v_due - v_now);
@@ -106,7 +107,7 @@ end
 $$;
 
 comment on function taskboard.enqueue_many(text, jsonb[], text, integer, timestamptz, interval,
-  text[], interval, text[], integer, integer, interval, interval, text, jsonb) is
+  text[], interval, text[], integer, integer, interval, interval, text, jsonb, text) is
 $$Add many jobs of one kind; return one row per payload, in input order.
 unique_keys and serial_keys, if given, have one element per payload, null for none; a key that
 stands twice in one call is taken by the first. Everything else as in enqueue.
@@ -115,7 +116,7 @@ Role: taskboard_producer.$$;
 create or replace function taskboard.enqueue_keyed(
   kind text, payloads jsonb[], lane_id integer, due timestamptz, unique_keys text[],
   unique_for interval, serial_keys text[], max_attempts integer, max_lost_leases integer,
-  lease interval, timeout interval, on_unknown text, headers jsonb)
+  lease interval, timeout interval, on_unknown text, headers jsonb, unique_until text)
 returns setof taskboard.enqueued
 language plpgsql
 security definer
@@ -166,7 +167,7 @@ begin
   v_now := clock_timestamp(); -- we may have waited for a key
   insert into taskboard.jobs (
     id, lane_id, claimable_at, run_at, created_at, lease, timeout, max_attempts, max_lost_leases,
-    serial_no, on_unknown, waits_for, unique_key, serial_key, headers, payload)
+    serial_no, on_unknown, waits_for, unique_until_claim, unique_key, serial_key, headers, payload)
   select
     k.id, enqueue_keyed.lane_id,
     case when k.turn then greatest(enqueue_keyed.due, v_now) else 'infinity' end,
@@ -174,7 +175,8 @@ begin
     taskboard.exact(enqueue_keyed.timeout),
     enqueue_keyed.max_attempts, enqueue_keyed.max_lost_leases, k.serial_no,
     enqueue_keyed.on_unknown, case when not k.turn then 'turn' end,
-    k.unique_key, k.serial_key, enqueue_keyed.headers, k.payload
+    case when enqueue_keyed.unique_until = 'claim' then true end, k.unique_key, k.serial_key,
+    enqueue_keyed.headers, k.payload
   from unnest(
     v_ids, v_holders, v_serial_nos, v_turns, enqueue_keyed.unique_keys, enqueue_keyed.serial_keys,
     enqueue_keyed.payloads) as k (id, holder, serial_no, turn, unique_key, serial_key, payload)
@@ -188,5 +190,5 @@ end
 $$;
 
 comment on function taskboard.enqueue_keyed(text, jsonb[], integer, timestamptz, text[], interval,
-  text[], integer, integer, interval, interval, text, jsonb) is
+  text[], integer, integer, interval, interval, text, jsonb, text) is
 $$Add many jobs of which some have a unique or a serial key (internal).$$;

@@ -60,7 +60,9 @@ begin
         leased_by = v_worker,
         lost_leases = j.lost_leases + (j.lease_token is not null)::integer,
         lapsed_by = case when j.lease_token is not null
-          then taskboard.note_lapse(j.id, j.lane_id, j.leased_by, j.lost_leases + 1) end
+          then taskboard.note_lapse(j.id, j.lane_id, j.leased_by, j.lost_leases + 1) end,
+        unique_key = case when j.unique_until_claim and j.unique_key is not null
+          then taskboard.free_claimed_key(l.kind, j.unique_key, j.id) else j.unique_key end
       from taskboard.lanes as l
       -- An array, because it is evaluated exactly once: a sub-select may be run again per row.
       where j.id = any (array(

@@ -1,5 +1,5 @@
 create or replace function taskboard.renew(
-  job_id uuid, lease_token uuid, lease interval default null)
+  job_id uuid, lease_token uuid, lease interval default null, progress jsonb default null)
 returns setof taskboard.renewed
 language plpgsql
 security definer
@@ -16,6 +16,8 @@ begin
   end if;
   perform taskboard.check_span('lease', renew.lease, s.lease_least, s.lease_most)
   from taskboard.settings as s where renew.lease is not null;
+  perform taskboard.check_document('progress', renew.progress, 8192)
+  where renew.progress is not null;
 
   select j.claimable_at, j.claimed_at, j.lease_granted, j.cancel_requested_at,
     coalesce(j.timeout, s.timeout) as timeout
@@ -33,16 +35,18 @@ begin
   return query
   update taskboard.jobs as j
   set claimable_at = v_now + coalesce(taskboard.exact(renew.lease), v_job.lease_granted),
-    lease_granted = coalesce(taskboard.exact(renew.lease), v_job.lease_granted)
+    lease_granted = coalesce(taskboard.exact(renew.lease), v_job.lease_granted),
+    progress = coalesce(renew.progress, j.progress)
   where j.id = renew.job_id
   returning j.id, j.claimable_at, v_job.cancel_requested_at is not null;
 end
 $$;
 
-comment on function taskboard.renew(uuid, uuid, interval) is
+comment on function taskboard.renew(uuid, uuid, interval, jsonb) is
 $$Extend an unexpired lease to lease from now; by default as long as it was granted.
 Zero rows: you no longer own the job (reclaimed, lapsed, finished, past its timeout): stop working
 and do not complete. cancel_requested: somebody asked to stop; end with fail or release.
+progress: up to 8 kB for job_list, where observers see it.
 Waits at most 5 s for the row (55P03). Errors: 22004, 22023. Role: taskboard_worker.$$;
 
 create or replace function taskboard.renew_many(

@@ -27,7 +27,7 @@ begin
     where j.id = complete.job_id and j.lease_token = complete.lease_token
       and l.id = j.lane_id
       and (j.serial_key is null or taskboard.take_turn_lock(j.serial_key))
-    returning j.*, l.queue, l.kind, l.priority
+    returning j.*, l.queue, l.kind, l.priority, l.keeps
   )
   insert into taskboard.history as h (
     id, finished_at, attempt, priority, failures, lost_leases, max_attempts, max_lost_leases,
@@ -36,8 +36,9 @@ begin
   select
     g.id, clock_timestamp(), g.attempt, g.priority, g.failures, g.lost_leases, g.max_attempts,
     g.max_lost_leases, g.lease_token, g.run_at, g.created_at, g.claimed_at, g.lease, g.timeout,
-    'completed', g.queue, g.kind, g.on_unknown, g.leased_by, g.unique_key, g.serial_key, g.headers,
-    g.payload, complete.result
+    'completed', g.queue, g.kind, g.on_unknown, g.leased_by, g.unique_key, g.serial_key,
+    case when g.keeps then g.headers end, case when g.keeps then g.payload end,
+    case when g.keeps then complete.result end
   from gone as g
   returning h.finished_at, h.kind, h.unique_key, h.serial_key,
     exists (select from taskboard.effects as e where e.job_id = h.id) as has_effects
@@ -136,7 +137,7 @@ begin
         complete_many.job_ids, v_tokens, complete_many.results)
         as w (id, token, result)
       where j.id = w.id and j.lease_token = w.token and l.id = j.lane_id
-      returning j.*, l.queue, l.kind, l.priority, w.result
+      returning j.*, l.queue, l.kind, l.priority, l.keeps, w.result
     )
     insert into taskboard.history as h (
     id, finished_at, attempt, priority, failures, lost_leases, max_attempts, max_lost_leases,
@@ -146,7 +147,8 @@ begin
       g.id, clock_timestamp(), g.attempt, g.priority, g.failures, g.lost_leases, g.max_attempts,
       g.max_lost_leases, g.lease_token, g.run_at, g.created_at, g.claimed_at, g.lease, g.timeout,
       'completed', g.queue, g.kind, g.on_unknown, g.leased_by, g.unique_key, g.serial_key,
-      g.headers, g.payload, g.result
+      case when g.keeps then g.headers end, case when g.keeps then g.payload end,
+      case when g.keeps then g.result end
     from gone as g
     returning h.id, h.finished_at, h.kind, h.unique_key, h.serial_key, h.lease_token,
       exists (select from taskboard.effects as e where e.job_id = h.id) as has_effects

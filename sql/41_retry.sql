@@ -37,6 +37,10 @@ begin
     return;
   end if;
 
+  if v_old.payload is null then
+    raise exception using errcode = 'TB003', message = 'the queue keeps nothing of this job',
+      hint = 'Enqueue it again.';
+  end if;
   if v_old.unique_key is not null then
     if taskboard.take_unique_key(v_old.kind, v_old.unique_key, v_old.id, null) <> v_old.id then
       raise exception using errcode = 'TB003',

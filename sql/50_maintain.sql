@@ -68,7 +68,15 @@ begin
     order by c.relname
   loop
     begin
-      execute format('lock table taskboard.%I in access exclusive mode', v_day.relname);
+      execute format('alter table taskboard.history detach partition taskboard.%I', v_day.relname);
+      -- What a queue keeps longer goes to the default partition.
+      execute format(
+        'with kept as (
+           delete from taskboard.%I as h using taskboard.queues as q
+           where q.name = h.queue and h.state = ''failed''
+             and h.finished_at > clock_timestamp() - q.keep_failed
+           returning h.*)
+         insert into taskboard.history select k.* from kept as k', v_day.relname);
       execute format(
         'delete from taskboard.effects as e using taskboard.%I as h where e.job_id = h.id',
         v_day.relname);
@@ -84,8 +92,17 @@ begin
   end loop;
 
   with gone as (
+    delete from taskboard.history as h
+    where h.payload is null and h.finished_at < clock_timestamp() - make_interval(hours => 1)
+    returning h.id)
+  delete from taskboard.effects as e using gone as g where e.job_id = g.id;
+  with gone as (
     delete from taskboard.history_default as h
     where h.finished_at < v_before
+      and not exists (
+        select from taskboard.queues as q
+        where q.name = h.queue and h.state = 'failed'
+          and h.finished_at > clock_timestamp() - q.keep_failed)
     returning h.id)
   delete from taskboard.effects as e using gone as g where e.job_id = g.id;
 

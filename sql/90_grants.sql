@@ -33,12 +33,22 @@ declare
     resume               operator
     prune                operator
     limit_queue          operator
+    keep_history         operator
+    configure            operator
+    schedule             operator
+    unschedule           operator
+    pause_schedule       operator
+    due_schedules        worker
+    advance_schedule     worker
+    wait_for             producer
     job_documents        operator
     job_list             operator observer
     queue_stats          worker operator observer
     worker_list          operator observer
     incident_list        operator observer
     effect_list          operator observer
+    schedule_list        operator observer
+    queue_rates          operator observer
   $matrix$;
   v_role text;
   v_row text[];

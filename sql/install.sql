@@ -44,6 +44,9 @@ $$;
 \ir 42_resolve.sql
 \ir 43_evict.sql
 \ir 44_queues.sql
+\ir 45_schedules.sql
+\ir 46_settings.sql
+\ir 47_wait_for.sql
 \ir 50_maintain.sql
 \ir 60_views.sql
 \ir 90_grants.sql
