@@ -92,3 +92,49 @@ $$;
 
 comment on function taskboard.check_pairs(uuid[], uuid[], integer) is
 $$Refuse arrays of job ids and lease tokens that do not match (22004, 22023) (internal).$$;
+
+create or replace function taskboard.check_names(queues text[], kinds text[])
+returns void
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  if coalesce(array_ndims(check_names.queues), 1) <> 1
+    or coalesce(array_ndims(check_names.kinds), 1) <> 1
+  then
+    raise exception using errcode = '22023', message = 'queues or kinds is nested',
+      hint = 'Name queues and kinds in a plain array, or pass null for all.';
+  end if;
+  if array_position(check_names.queues, null) is not null
+    or array_position(check_names.kinds, null) is not null
+  then
+    raise exception using errcode = '22004', message = 'queues or kinds holds nulls',
+      hint = 'Name queues and kinds, or pass null for all.';
+  end if;
+end
+$$;
+
+comment on function taskboard.check_names(text[], text[]) is
+$$Refuse arrays of names that hold nulls (22004) or are nested (22023) (internal). Null passes.$$;
+
+create or replace function taskboard.cut(value text, bytes integer)
+returns text
+language plpgsql
+immutable
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_text text := left(cut.value, cut.bytes);
+begin
+  if octet_length(cut.value) <= cut.bytes then
+    return cut.value;
+  end if;
+  while octet_length(v_text) > cut.bytes - 12 loop
+    v_text := left(v_text, -greatest((octet_length(v_text) - cut.bytes + 12) / 4, 1));
+  end loop;
+  return v_text || ' … (cut)';
+end
+$$;
+
+comment on function taskboard.cut(text, integer) is
+$$Cut a text to so many bytes, with a mark (internal).$$;

@@ -24,14 +24,12 @@ comment on function taskboard.new_job_id(integer, timestamptz) is
 $$Make a time-ordered random job id that carries its shard (internal).
 Random and not a sequence: a failover or a restore must never issue an id again.$$;
 
--- Inside an explicit transaction we may commit after the look, when somebody has fallen asleep:
--- then the answer is yes. A lock that was got is let go at once; we read whether we got it.
+-- A lock that was got is let go at once; what is read is whether we got it.
 create or replace function taskboard.somebody_sleeps(queue text)
 returns boolean
 language sql
 volatile
-return now() <> statement_timestamp()
-  or case when pg_try_advisory_lock(1952539506, 0)
+return case when pg_try_advisory_lock(1952539506, 0)
     then not pg_advisory_unlock(1952539506, 0) else true end
   or case when pg_try_advisory_lock(1952539506, hashtext(queue))
     then not pg_advisory_unlock(1952539506, hashtext(queue)) else true end;
@@ -60,20 +58,51 @@ return (extract(epoch from at) * 1000000)::bigint;
 comment on function taskboard.microseconds(timestamptz) is
 $$Turn an instant into microseconds since 1970 (internal).$$;
 
--- A hint that is unreadable, from the future, or over a minute old is no hint.
+create or replace function taskboard.instant(microseconds bigint)
+returns timestamptz
+language sql
+immutable
+return 'epoch'::timestamptz + microseconds * '1 microsecond'::interval;
+
+comment on function taskboard.instant(bigint) is
+$$Turn microseconds since 1970 into an instant, exactly (internal).$$;
+
+-- A hint that is unreadable, from the future, or over a minute old is no hint. Its parts: the floor,
+-- when it was set, the candidate (microseconds), the candidate's transaction id, and the job ids
+-- of floor and candidate.
+create or replace function taskboard.is_hint(hint text, at timestamptz)
+returns boolean
+language sql
+immutable
+return case when hint ~ '^(\d{1,16}/){3}\d{1,18}/[-0-9a-f]{36}/[-0-9a-f]{36}$' then
+  split_part(hint, '/', 2)::bigint
+    between taskboard.microseconds(at) - 60000000 and taskboard.microseconds(at)
+  and greatest(split_part(hint, '/', 1)::bigint, split_part(hint, '/', 3)::bigint)
+    <= split_part(hint, '/', 2)::bigint
+  else false end;
+
+comment on function taskboard.is_hint(text, timestamptz) is
+$$Tell whether a session's note about a lane may be trusted at this instant (internal).$$;
+
 create or replace function taskboard.read_floor(hint text, at timestamptz)
 returns timestamptz
 language sql
 immutable
-return case when hint ~ '^\d{1,16}/\d{1,16}/\d{1,16}/\d{1,18}$'
-    and split_part(hint, '/', 2)::bigint
-      between taskboard.microseconds(at) - 60000000 and taskboard.microseconds(at)
-  then to_timestamp((split_part(hint, '/', 1)::bigint - 2) / 1000000.0)
-  else '-infinity' end;
+return case when taskboard.is_hint(hint, at)
+  then taskboard.instant(split_part(hint, '/', 1)::bigint) else '-infinity' end;
 
 comment on function taskboard.read_floor(text, timestamptz) is
-$$Tell before which instant a lane has no claimable row, by a session's hint (internal).
-The hint: floor, when it was set, candidate (all in microseconds), transaction of the latter.$$;
+$$Tell before which instant a lane has no claimable row, by a session's hint (internal).$$;
+
+create or replace function taskboard.read_floor_id(hint text, at timestamptz)
+returns uuid
+language sql
+immutable
+return case when taskboard.is_hint(hint, at)
+  then split_part(hint, '/', 5)::uuid else '00000000-0000-0000-0000-000000000000' end;
+
+comment on function taskboard.read_floor_id(text, timestamptz) is
+$$Tell before which job id, at the floor's very instant, there is no claimable row (internal).$$;
 
 create or replace function taskboard.floors_due(hint text, at timestamptz)
 returns boolean

@@ -50,9 +50,9 @@ begin
     enqueue_many.lease, enqueue_many.timeout, enqueue_many.on_unknown, enqueue_many.headers,
     enqueue_many.unique_until);
   select s.* into v_set from taskboard.settings as s;
-  if enqueue_many.payloads is null or array_position(enqueue_many.payloads, null) is not null then
-    raise exception using errcode = '22004', message = 'payloads is null or holds nulls',
-      hint = 'Give an array of JSON documents; the JSON null is one.';
+  if enqueue_many.payloads is null then
+    raise exception using errcode = '22004', message = 'payloads must not be null',
+      hint = 'Give an array of JSON documents; an empty one is fine.';
   end if;
   if coalesce(array_ndims(enqueue_many.payloads), 1) <> 1
     or cardinality(enqueue_many.payloads) > v_set.bulk_jobs
@@ -60,6 +60,10 @@ begin
     raise exception using errcode = '22023',
       message = format('payloads is nested, or has more than %s documents', v_set.bulk_jobs),
       hint = 'Send smaller batches.';
+  end if;
+  if array_position(enqueue_many.payloads, null) is not null then
+    raise exception using errcode = '22004', message = 'payloads holds nulls',
+      hint = 'Give an array of JSON documents; the JSON null is one.';
   end if;
   perform taskboard.check_document('payload', p, v_set.payload_bytes)
   from unnest(enqueue_many.payloads) as p
@@ -95,8 +99,9 @@ begin
     return query
     select k.job_id, k.created
     from taskboard.enqueue_keyed(
-      enqueue_many.kind, enqueue_many.payloads, v_lane, v_due, enqueue_many.unique_keys,
-      enqueue_many.unique_for, enqueue_many.serial_keys, enqueue_many.max_attempts,
+      -- A slice begins at 1, whatever the array began at.
+      enqueue_many.kind, enqueue_many.payloads[:], v_lane, v_due, enqueue_many.unique_keys[:],
+      enqueue_many.unique_for, enqueue_many.serial_keys[:], enqueue_many.max_attempts,
       enqueue_many.max_lost_leases, enqueue_many.lease, enqueue_many.timeout,
       enqueue_many.on_unknown, enqueue_many.headers, enqueue_many.unique_until) as k;
   end if;

@@ -1,6 +1,9 @@
 -- Waking sleepers. A commit that notifies takes a database-wide lock, so we notify only when
 -- somebody sleeps. A sleeper holds a shared advisory lock for each queue it waits for (or one for
 -- all); whoever makes a job claimable tries that lock exclusively and lets it go at once.
+-- A producer may look before the mark is set and commit after the sleeper's last claim. It had its
+-- transaction id before it looked; so a sleeper is not told to sleep soundly until all ids that
+-- were running when it set its mark have ended.
 create or replace function taskboard.wake(due_in interval default '0')
 returns void
 language plpgsql
@@ -28,29 +31,35 @@ security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-  v_class constant integer := 1952539506;
-  v_key integer;
-  v_marked boolean := true;
+  v_keys integer[] := array[0];
+  v_mark text; -- the locks that this session holds, and the first id not running when it got them
 begin
-  perform taskboard.unlisten();
-  listen taskboard;
-  if listen.queues is null then
-    return pg_try_advisory_lock_shared(v_class, 0);
+  perform taskboard.check_names(listen.queues, null);
+  if listen.queues is not null then
+    v_keys := array(select distinct hashtext(q) from unnest(listen.queues) as q order by 1);
   end if;
-  for v_key in select distinct hashtext(q) from unnest(listen.queues) as q loop
-    if not pg_try_advisory_lock_shared(v_class, v_key) then
-      v_marked := false;
+  v_mark := current_setting('taskboard.asleep', true);
+  if coalesce(split_part(v_mark, '/', 1), '') <> v_keys::text then
+    perform taskboard.unlisten();
+    listen taskboard;
+    if not (select coalesce(bool_and(pg_try_advisory_lock_shared(1952539506, k)), true)
+      from unnest(v_keys) as k)
+    then
+      return false; -- a producer was just looking; what we got is let go by the next call
     end if;
-  end loop;
-  return v_marked;
+    v_mark := v_keys::text || '/' || pg_snapshot_xmax(pg_current_snapshot());
+    perform set_config('taskboard.asleep', v_mark, false);
+  end if;
+  return pg_snapshot_xmin(pg_current_snapshot()) >= split_part(v_mark, '/', 2)::xid8;
 end
 $$;
 
 comment on function taskboard.listen(text[]) is
 $$Take the channel taskboard on this session, and the mark of a sleeper on these queues.
-Call it on a direct connection, outside a transaction, then claim once more, then wait. True when
-the mark was set for all of them; if false, call again soon: a producer was just looking.
-Null means all queues. The notification is a hint without data. Role: taskboard_worker.$$;
+Call it on a direct connection, outside a transaction, then claim once more. True: then wait for a
+notification. False: a transaction that may enqueue is still running; claim again and call again
+soon, a little later each time. Null means all queues. A notification is a hint without data.
+Errors: 22004, 22023. Role: taskboard_worker.$$;
 
 create or replace function taskboard.unlisten()
 returns void
@@ -62,6 +71,7 @@ declare
   v_key integer;
 begin
   unlisten taskboard;
+  perform set_config('taskboard.asleep', '', false);
   for v_key in
     select l.objid::bigint::bit(32)::integer
     from pg_locks as l

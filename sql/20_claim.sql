@@ -22,7 +22,9 @@ declare
   v_limited text[];
   v_caps integer[];
   v_left integer;
+  v_half integer;
   v_got integer;
+  v_ended bigint;
   v_total integer := 0;
   v_now timestamptz;
 begin
@@ -44,6 +46,8 @@ begin
       exit when v_left = 0;
       -- A variable, because only that can be a bound of the index scan.
       v_now := clock_timestamp();
+      -- Returning jobs first, up to half a batch; what then is left over, in a second pass.
+      v_half := case when v_pass = 1 then greatest(v_left / 2, 1) else v_left end;
       return query
       update taskboard.jobs as j
       set lane_id = l.returns_to,
@@ -66,33 +70,44 @@ begin
       from taskboard.lanes as l
       -- An array, because it is evaluated exactly once: a sub-select may be run again per row.
       where j.id = any (array(
-          select c.id
+          select picked.id
           from (
-            -- Per priority: returning jobs up to half a batch, then fresh ones, then the rest.
-            -- Lanes of one priority in random order, so that none of them starves.
-            select r.id, s.take, s.skip, taskboard.read_floor(
-              current_setting('taskboard.lane_' || r.id, true), v_now) as floor
+            select distinct r.priority
             from taskboard.lanes as r
-            cross join lateral (values
-              (1, greatest(v_left / 2, 1), 0, true),
-              (2, v_left, 0, false),
-              (3, v_left, greatest(v_left / 2, 1), true)) as s (step, take, skip, returning_lane)
-            where s.returning_lane = r.returning
-              and (v_open is null or r.queue = any (v_open))
+            where (v_open is null or r.queue = any (v_open))
               and (claim.kinds is null or r.kind = any (claim.kinds))
-            order by r.priority, s.step, random()) as lane
+            order by r.priority) as level
           cross join lateral (
-            select p.id
-            from taskboard.jobs as p
-            where p.lane_id = lane.id and p.claimable_at between lane.floor and v_now
-            order by p.lane_id, p.claimable_at, p.id
-            limit lane.take offset lane.skip
-            for update skip locked) as c
+            (select due.id
+            from (values (true, v_half), (false, v_left)) as side (returning_lane, take)
+            cross join lateral (
+              select c.id
+              from (
+                -- In random order, so that no lane of one priority starves.
+                select r.id, taskboard.read_floor(h.hint, v_now) as floor,
+                  taskboard.read_floor_id(h.hint, v_now) as floor_id
+                from taskboard.lanes as r
+                cross join lateral (
+                  select current_setting('taskboard.lane_' || r.id, true) as hint offset 0) as h
+                where r.priority = level.priority and r.returning = side.returning_lane
+                  and (v_open is null or r.queue = any (v_open))
+                  and (claim.kinds is null or r.kind = any (claim.kinds))
+                order by random()) as lane
+              cross join lateral (
+                select p.id
+                from taskboard.jobs as p
+                where p.lane_id = lane.id and p.claimable_at <= v_now
+                  and (p.claimable_at, p.id) >= (lane.floor, lane.floor_id)
+                  and not (p.lease_token is not null
+                    and (p.cancel_requested_at is not null
+                      or p.lost_leases + 1 >= coalesce(
+                        p.max_lost_leases, v_set.max_lost_leases)))
+                order by p.lane_id, p.claimable_at, p.id
+                limit side.take
+                for update skip locked) as c
+              limit side.take) as due)) as picked
           limit v_left))
         and l.id = j.lane_id
-        and not (j.lease_token is not null
-          and (j.cancel_requested_at is not null
-            or j.lost_leases + 1 >= coalesce(j.max_lost_leases, v_set.max_lost_leases)))
       returning
         j.id, j.lease_token, j.claimable_at, j.lease_granted,
         coalesce(j.timeout, v_set.timeout), l.queue, l.kind, j.payload, j.attempt,
@@ -104,12 +119,17 @@ begin
       if v_round > 0 and v_got > 0 then
         perform taskboard.count_starts(v_limited[v_round], v_got);
       end if;
-      exit when v_left = 0
-        or taskboard.sweep_exhausted(v_open, claim.kinds, v_now, v_left) = 0;
+      exit when v_left = 0;
+      -- Exhausted jobs are passed over above and ended here; that may hand a turn on.
+      v_ended := taskboard.sweep_exhausted(v_open, claim.kinds, v_now, 100);
+      exit when v_pass > 1 and v_ended = 0;
     end loop;
   end loop;
   if taskboard.floors_due(current_setting('taskboard.floors_at', true), v_now) then
     perform taskboard.raise_floors(claim.queues, claim.kinds);
+    if v_left = 0 then
+      perform taskboard.sweep_exhausted(claim.queues, claim.kinds, v_now, 100);
+    end if;
   end if;
 end
 $$;
@@ -157,12 +177,8 @@ begin
     raise exception using errcode = '22023', message = 'max_jobs is out of bounds',
       hint = format('Give 1 to %s.', v_most);
   end if;
-  if array_position(check_claim.queues, null) is not null
-    or array_position(check_claim.kinds, null) is not null
-  then
-    raise exception using errcode = '22004', message = 'queues or kinds holds nulls',
-      hint = 'Name queues and kinds, or pass null for all.';
-  end if;
+  perform taskboard.check_names(check_claim.queues, check_claim.kinds)
+  where check_claim.queues is not null or check_claim.kinds is not null;
   if check_claim.lease is not null then
     perform taskboard.check_span('lease', check_claim.lease, v_shortest, v_longest);
   end if;
@@ -184,30 +200,35 @@ returns bigint
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
 as $$
 begin
   return taskboard.finish_exhausted(array(
     select c.id
-    from taskboard.lanes as l
-    cross join taskboard.settings as s
+    from taskboard.settings as s
+    cross join taskboard.lanes as l
     cross join lateral (
-      select p.id
+      -- Only the first due rows: a look must not cost as much as the backlog is long.
+      select p.id, p.lease_token, p.lost_leases, p.max_lost_leases, p.cancel_requested_at
       from taskboard.jobs as p
       where p.lane_id = l.id
         and p.claimable_at between taskboard.read_floor(
           current_setting('taskboard.lane_' || l.id, true), sweep_exhausted.now)
           and sweep_exhausted.now
-        and p.lease_token is not null
-        and (p.lost_leases + 1 >= coalesce(p.max_lost_leases, s.max_lost_leases)
-          or p.cancel_requested_at is not null)
-      order by p.claimable_at, p.id
+      order by p.lane_id, p.claimable_at, p.id
       limit sweep_exhausted.most) as c
-    where l.returning
+    where s.one_row and l.returning
       and (sweep_exhausted.queues is null or l.queue = any (sweep_exhausted.queues))
       and (sweep_exhausted.kinds is null or l.kind = any (sweep_exhausted.kinds))
+      and c.lease_token is not null
+      and (c.lost_leases + 1 >= coalesce(c.max_lost_leases, s.max_lost_leases)
+        or c.cancel_requested_at is not null)
     limit sweep_exhausted.most));
 end
 $$;
 
 comment on function taskboard.sweep_exhausted(text[], text[], timestamptz, integer) is
-$$End up to so many exhausted jobs of these queues and kinds; return how many (internal).$$;
+$$End exhausted jobs among the first due ones of each lane; return how many (internal).$$;

@@ -62,6 +62,7 @@ declare
   v_lease interval := renew_many.lease;
   v_tokens uuid[] := renew_many.lease_tokens;
   v_locked uuid[];
+  v_renewed integer;
   v_now timestamptz;
 begin
   select s.* into v_set from taskboard.settings as s;
@@ -88,12 +89,21 @@ begin
     and j.claimable_at > v_now
     and j.claimed_at + coalesce(j.timeout, v_set.timeout) > v_now
   returning j.id, j.claimable_at, j.cancel_requested_at is not null, 'renewed'::text;
+  get diagnostics v_renewed = row_count;
   return query
   select j.id, null::timestamptz, j.cancel_requested_at is not null, 'busy'::text
   from taskboard.jobs as j
   join unnest(renew_many.job_ids, v_tokens) as w (id, token)
     on w.id = j.id and w.token = j.lease_token
   where j.id <> all (v_locked);
+  if v_renewed < cardinality(renew_many.job_ids) then
+    perform taskboard.note_refusal('renew', w.id, w.token)
+    from unnest(renew_many.job_ids, v_tokens) as w (id, token)
+    where not exists (
+      select from taskboard.jobs as j
+      where j.id = w.id and j.lease_token = w.token
+        and (j.id <> all (v_locked) or j.claimable_at > v_now));
+  end if;
 end
 $$;
 

@@ -1,31 +1,35 @@
 create or replace function taskboard.next_claimable_at(
   queues text[] default null, kinds text[] default null)
 returns timestamptz
-language sql
+language plpgsql
 stable
 security definer
 set search_path = pg_catalog, pg_temp
 as $$
-  select min(c.claimable_at)
-  from taskboard.lanes as l
-  cross join lateral (
-    select j.claimable_at
-    from taskboard.jobs as j
-    where j.lane_id = l.id and j.claimable_at < 'infinity'
-      and j.claimable_at >= taskboard.read_floor(
-        current_setting('taskboard.lane_' || l.id, true), clock_timestamp())
-    order by j.claimable_at, j.id
-    limit 1) as c
-  where (next_claimable_at.queues is null or l.queue = any (next_claimable_at.queues))
-    and (next_claimable_at.kinds is null or l.kind = any (next_claimable_at.kinds))
-    and not exists (
-      select from taskboard.queues as q where q.name = l.queue and q.paused_at is not null)
-    and not exists (
-      select from taskboard.settings as s
-      where s.paused_at is not null or (s.queue_rights and not taskboard.may_use(l.queue)))
+begin
+  perform taskboard.check_names(next_claimable_at.queues, next_claimable_at.kinds);
+  return (
+    select min(c.claimable_at)
+    from taskboard.lanes as l
+    cross join lateral (
+      select j.claimable_at
+      from taskboard.jobs as j
+      where j.lane_id = l.id and j.claimable_at < 'infinity'
+        and j.claimable_at >= taskboard.read_floor(
+          current_setting('taskboard.lane_' || l.id, true), clock_timestamp())
+      order by j.claimable_at, j.id
+      limit 1) as c
+    where (next_claimable_at.queues is null or l.queue = any (next_claimable_at.queues))
+      and (next_claimable_at.kinds is null or l.kind = any (next_claimable_at.kinds))
+      and not exists (
+        select from taskboard.queues as q where q.name = l.queue and q.paused_at is not null)
+      and not exists (
+        select from taskboard.settings as s
+        where s.paused_at is not null or (s.queue_rights and not taskboard.may_use(l.queue))));
+end
 $$;
 
 comment on function taskboard.next_claimable_at(text[], text[]) is
 $$Tell when the next job becomes claimable: the earliest due time or deadline.
 Null when there is none. In the past when something is ready now, or is just being claimed.
-A worker sleeps no longer than until then. Role: taskboard_worker.$$;
+A worker sleeps no longer than until then. Errors: 22004, 22023. Role: taskboard_worker.$$;

@@ -1,13 +1,13 @@
 -- The scan floor. Every claim leaves a dead index entry where the job stood, and vacuum cannot
--- remove it while anybody holds an old snapshot. So a session remembers, per lane, an instant
--- before which no claimable row can appear, and starts its scans there.
+-- remove it while anybody holds an old snapshot. So a session remembers, per lane, a place in the
+-- claim index (date and job id) before which no claimable row can appear, and starts there.
 --
 -- Why it is safe. Whoever writes a claimable_at takes its transaction id first, then reads the
 -- clock, and writes no earlier date. A look takes its own id X, then finds the first visible row
--- of the lane; P is that row's date, or the start of our transaction if that is earlier. Whoever
--- has an id from X on reads its clock after our start, hence writes no date before P. Earlier ids
--- may: so P is only a candidate, until a later look, from a snapshot in which all ids before X
--- have ended (pg_snapshot_xmin >= X), shows what they left before P.
+-- of the lane; P is that row's place, or the start of our transaction if that is earlier. Whoever
+-- has an id from X on reads its clock after our start, hence writes no place before P. Earlier
+-- ids may: so P is only a candidate, until a later look, from a snapshot in which all ids before
+-- X have ended (pg_snapshot_xmin >= X), shows what they left before P.
 create or replace function taskboard.raise_floors(queues text[], kinds text[])
 returns void
 language plpgsql
@@ -23,9 +23,12 @@ declare
   v_now timestamptz := clock_timestamp();
   v_xmin bigint;
   v_lane record;
-  v_old bigint[];
-  v_hint bigint[];
-  v_seen bigint;
+  v_nobody constant uuid := '00000000-0000-0000-0000-000000000000';
+  v_old text[];
+  v_floor timestamptz;
+  v_floor_id uuid;
+  v_seen timestamptz;
+  v_seen_id uuid;
 begin
   perform set_config('taskboard.floors_at', taskboard.microseconds(v_now)::text, false);
   for v_lane in
@@ -37,26 +40,40 @@ begin
     limit 64
   loop
     -- One statement, hence one snapshot, for the row and for who is still running.
-    select pg_snapshot_xmin(pg_current_snapshot())::text::bigint,
-      taskboard.microseconds(least(now(), (
-        select j.claimable_at
-        from taskboard.jobs as j
-        where j.lane_id = v_lane.id
-          and j.claimable_at >= taskboard.read_floor(v_lane.hint, v_now)
-        order by j.lane_id, j.claimable_at, j.id
-        limit 1)))
-    into v_xmin, v_seen;
-    v_hint := array[0, 0, v_seen, v_mine];
-    if taskboard.read_floor(v_lane.hint, v_now) > '-infinity' then
-      v_old := string_to_array(v_lane.hint, '/')::bigint[];
-      if v_xmin >= v_old[4] then
-        v_hint[1] := least(v_old[3], v_seen);
+    select pg_snapshot_xmin(pg_current_snapshot())::text::bigint, f.claimable_at, f.id
+    into v_xmin, v_seen, v_seen_id
+    from (values (1)) as one
+    left join (
+      select j.claimable_at, j.id
+      from taskboard.jobs as j
+      where j.lane_id = v_lane.id and (j.claimable_at, j.id) >= (
+        taskboard.read_floor(v_lane.hint, v_now), taskboard.read_floor_id(v_lane.hint, v_now))
+      order by j.lane_id, j.claimable_at, j.id
+      limit 1) as f on true;
+    if v_seen is null or v_seen >= now() then
+      v_seen := now();
+      v_seen_id := v_nobody;
+    end if;
+    v_floor := 'epoch';
+    v_floor_id := v_nobody;
+    if taskboard.is_hint(v_lane.hint, v_now) then
+      v_old := string_to_array(v_lane.hint, '/');
+      if v_xmin >= v_old[4]::bigint then
+        select c.at, c.id into v_floor, v_floor_id
+        from (values (taskboard.instant(v_old[3]::bigint), v_old[6]::uuid), (v_seen, v_seen_id))
+          as c (at, id)
+        order by c.at, c.id
+        limit 1;
       else
-        v_hint := v_old; -- somebody older still runs: floor and candidate stay
+        -- Somebody older still runs: floor and candidate stay.
+        v_old[2] := taskboard.microseconds(v_now)::text;
+        perform set_config('taskboard.lane_' || v_lane.id, array_to_string(v_old, '/'), false);
+        continue;
       end if;
     end if;
-    v_hint[2] := taskboard.microseconds(v_now);
-    perform set_config('taskboard.lane_' || v_lane.id, array_to_string(v_hint, '/'), false);
+    perform set_config('taskboard.lane_' || v_lane.id, concat_ws(
+      '/', taskboard.microseconds(v_floor), taskboard.microseconds(v_now),
+      taskboard.microseconds(v_seen), v_mine, v_floor_id, v_seen_id), false);
   end loop;
 end
 $$;

@@ -40,9 +40,7 @@ begin
     case when g.keeps then g.headers end, case when g.keeps then g.payload end,
     case when g.keeps then complete.result end
   from gone as g
-  returning h.finished_at, h.kind, h.unique_key, h.serial_key,
-    exists (select from taskboard.effects as e where e.job_id = h.id) as has_effects
-  into v_done;
+  returning h.finished_at, h.kind, h.unique_key, h.serial_key into v_done;
 
   if v_done.finished_at is null then
     -- A statement of its own, hence a snapshot of its own: the first call may have committed
@@ -60,12 +58,11 @@ begin
     return;
   end if;
 
-  if v_done.has_effects then
-    update taskboard.effects as e
-    set ended_at = v_done.finished_at, happened = true
-    where e.job_id = complete.job_id and e.lease_token = complete.lease_token
-      and e.ended_at is null;
-  end if;
+  -- Again a statement of its own: a begin_effect of ours may have held the row until now.
+  update taskboard.effects as e
+  set ended_at = v_done.finished_at, happened = true
+  where e.job_id = complete.job_id and e.lease_token = complete.lease_token
+    and e.ended_at is null;
   if v_done.unique_key is not null then
     perform taskboard.free_unique_key(v_done.kind, v_done.unique_key, complete.job_id);
   end if;
@@ -150,14 +147,8 @@ begin
       case when g.keeps then g.headers end, case when g.keeps then g.payload end,
       case when g.keeps then g.result end
     from gone as g
-    returning h.id, h.finished_at, h.kind, h.unique_key, h.serial_key, h.lease_token,
-      exists (select from taskboard.effects as e where e.job_id = h.id) as has_effects
+    returning h.id, h.finished_at, h.kind, h.unique_key, h.serial_key
   loop
-    if v_done.has_effects then
-      update taskboard.effects as e
-      set ended_at = v_done.finished_at, happened = true
-      where e.job_id = v_done.id and e.lease_token = v_done.lease_token and e.ended_at is null;
-    end if;
     if v_done.unique_key is not null then
       perform taskboard.free_unique_key(v_done.kind, v_done.unique_key, v_done.id);
     end if;
@@ -168,6 +159,12 @@ begin
     v_row := row(v_done.id, v_done.finished_at);
     return next v_row;
   end loop;
+
+  update taskboard.effects as e
+  set ended_at = clock_timestamp(), happened = true
+  from unnest(complete_many.job_ids, v_tokens) as w (id, token)
+  where e.job_id = w.id and e.lease_token = w.token and e.ended_at is null
+    and w.id = any (v_kept);
 
   if cardinality(complete_many.job_ids) > coalesce(cardinality(v_kept), 0) then
     return query

@@ -26,8 +26,7 @@ begin
   end if;
   select s.* into v_set from taskboard.settings as s;
   v_wait := taskboard.check_span('retry_in', fail.retry_in, '0', v_set.delay_most);
-  v_error := case when octet_length(fail.error) > v_set.error_bytes
-    then left(fail.error, v_set.error_bytes / 4) || ' … (cut)' else fail.error end;
+  v_error := taskboard.cut(fail.error, v_set.error_bytes);
 
   select j.failures, j.max_attempts, j.cancel_requested_at, j.cancel_reason, l.queue into v_job
   from taskboard.jobs as j
@@ -83,8 +82,9 @@ as $$
 #variable_conflict use_column
 declare
   v_now timestamptz := clock_timestamp();
-  v_at timestamptz := clock_timestamp() + give_back.delay;
+  v_at timestamptz;
 begin
+  v_at := v_now + give_back.delay;
   update taskboard.jobs as j
   set claimable_at = greatest(v_at, v_now), last_token = j.lease_token, lease_token = null,
     leased_by = null, lease_granted = null, claimed_at = null

@@ -101,13 +101,7 @@ begin
       return;
     end if;
   end if;
-  if v_state = 'done' then
-    select e.result into v_result
-    from taskboard.effects as e
-    where e.job_id = begin_effect.job_id and e.step = begin_effect.step and e.happened
-    order by e.ended_at
-    limit 1;
-  else
+  if v_state <> 'done' then
     insert into taskboard.effects as e (
       job_id, step, lease_token, attempt, idempotency_key, begun_at)
     values (
@@ -115,6 +109,18 @@ begin
     on conflict (job_id, step, lease_token)
     do update set ended_at = null, happened = null
     where not e.happened;
+    if not found then
+      -- Begun before by this token, and perhaps ended while we waited for the record.
+      v_state := taskboard.effect_state(
+        begin_effect.job_id, begin_effect.step, begin_effect.lease_token);
+    end if;
+  end if;
+  if v_state = 'done' then
+    select e.result into v_result
+    from taskboard.effects as e
+    where e.job_id = begin_effect.job_id and e.step = begin_effect.step and e.happened
+    order by e.ended_at
+    limit 1;
   end if;
   v_row := row(begin_effect.job_id, begin_effect.step, v_key, v_state, v_result);
   return next v_row;
@@ -205,6 +211,8 @@ as $$
 declare
   v_held_step text;
 begin
+  -- One witness at a time: two that both hold the row and both want more would block each other.
+  perform pg_advisory_xact_lock(1952539510, hashtext(lock_for_evidence.job_id::text));
   -- Twice: between our looks the job may have moved to history, or back.
   for v_round in 1..2 loop
     select j.held_step into v_held_step

@@ -12,6 +12,7 @@ declare
   v_job record;
   v_reason text := left(coalesce(cancel.reason, 'cancelled'), 1000);
   v_state text;
+  v_now timestamptz := clock_timestamp();
 begin
   if cancel.job_id is null or cancel.force is null then
     raise exception using errcode = '22004', message = 'job_id and force must not be null',
@@ -20,35 +21,46 @@ begin
   if not taskboard.may_see(cancel.job_id) then
     perform taskboard.finished_state(null); -- looks unknown: TB002
   end if;
-  select j.lease_token, j.claimable_at, j.leased_by, j.cancel_requested_at, l.queue, l.kind
-  into v_job
-  from taskboard.jobs as j
-  join taskboard.lanes as l on l.id = j.lane_id
-  where j.id = cancel.job_id
-    and (j.serial_key is null or taskboard.take_turn_lock(j.serial_key))
-  for update of j;
-  if not found then
-    v_state := taskboard.finished_state(cancel.job_id);
-    v_row := row(cancel.job_id, v_state);
-    return next v_row;
-    return;
-  end if;
-  if v_job.lease_token is not null and v_job.claimable_at > clock_timestamp()
-    and not cancel.force
-  then
+  -- A running job is asked in one statement that waits for no transaction of its worker.
+  update taskboard.jobs as j
+  set cancel_requested_at = coalesce(j.cancel_requested_at, clock_timestamp()),
+    cancel_reason = coalesce(j.cancel_reason, v_reason)
+  where j.id = cancel.job_id and j.lease_token is not null and not cancel.force
+    and j.claimable_at > v_now
+  returning j.lane_id, j.leased_by, j.cancel_requested_at < v_now as repeated into v_job;
+  if found then
     v_state := 'running';
-    update taskboard.jobs as j
-    set cancel_requested_at = clock_timestamp(), cancel_reason = v_reason
-    where j.id = cancel.job_id and j.cancel_requested_at is null;
   else
-    v_state := 'cancelled';
-    perform taskboard.finish(
-      cancel.job_id, 'cancelled', error => v_reason, finished_by => taskboard.caller());
+    -- The lane after the lock: a claim that we waited for has moved the job.
+    perform from taskboard.jobs as j
+    where j.id = cancel.job_id
+      and (j.serial_key is null or taskboard.take_turn_lock(j.serial_key))
+    for update;
+    select j.lane_id, j.leased_by, false as repeated into v_job
+    from taskboard.jobs as j
+    where j.id = cancel.job_id;
+    if not found then
+      v_row := row(cancel.job_id, taskboard.finished_state(cancel.job_id));
+      return next v_row;
+      return;
+    end if;
+    select j.state into v_state from taskboard.live_jobs as j where j.id = cancel.job_id;
+    if v_state = 'running' and not cancel.force then
+      update taskboard.jobs as j
+      set cancel_requested_at = clock_timestamp(), cancel_reason = v_reason
+      where j.id = cancel.job_id;
+    else
+      v_state := 'cancelled';
+      perform taskboard.finish(
+        cancel.job_id, 'cancelled', error => v_reason, finished_by => taskboard.caller());
+    end if;
   end if;
-  if v_state = 'cancelled' or v_job.cancel_requested_at is null then
+  if not v_job.repeated then
     perform taskboard.note_incident(
       case when v_state = 'running' then 'cancel_requested' else 'job_cancelled' end,
-      cancel.job_id, v_job.queue, v_job.kind, v_job.leased_by, v_reason);
+      cancel.job_id, l.queue, l.kind, v_job.leased_by, v_reason)
+    from taskboard.lanes as l
+    where l.id = v_job.lane_id;
   end if;
   v_row := row(cancel.job_id, v_state);
   return next v_row;
@@ -61,8 +73,9 @@ Waiting, blocked, held or expired: cancelled at once. Running: state running; th
 renewal says so, its fail or release then ends the job as cancelled, its complete still completes
 it. force: a running job is fenced and cancelled at once, its token is void.
 A job that has ended stays as it is, its state is returned; a repeat changes nothing.
-Locks the row of the serial key, then the job for update; waits at most 5 s (55P03).
-Errors: 22004, TB002 no such job. Roles: taskboard_operator, taskboard_producer.$$;
+A running job is asked without a wait; otherwise locks the row of the serial key, then the job for
+update, at most 5 s each (55P03). Errors: 22004, TB002 no such job.
+Roles: taskboard_operator, taskboard_producer.$$;
 
 create or replace function taskboard.finished_state(job_id uuid)
 returns text

@@ -96,6 +96,8 @@ set lock_timeout = '5s'
 as $$
 #variable_conflict use_column
 declare
+  v_row taskboard.job_state;
+  v_left integer := retry_failed.max_jobs;
   v_id uuid;
 begin
   if retry_failed.max_jobs is null or retry_failed.max_jobs not between 1 and 100000 then
@@ -108,13 +110,17 @@ begin
     where h.state = 'failed'
       and (retry_failed.queue is null or h.queue = retry_failed.queue)
       and (retry_failed.kind is null or h.kind = retry_failed.kind)
-      and not exists (
-        select from taskboard.unique_keys as u
-        where u.kind = h.kind and u.key = h.unique_key and u.job_id <> h.id)
     order by h.finished_at
-    limit retry_failed.max_jobs
   loop
-    return query select r.job_id, r.state from taskboard.retry(v_id) as r;
+    begin
+      select r.job_id, r.state into v_row from taskboard.retry(v_id) as r;
+      return next v_row;
+      v_left := v_left - 1;
+    exception
+      when sqlstate 'TB003' then
+        null; -- its key is taken, or somebody was quicker
+    end;
+    exit when v_left = 0;
   end loop;
 end
 $$;

@@ -19,8 +19,8 @@ begin
     v_name := 'history_' || to_char(v_day, 'YYYYMMDD');
     continue when to_regclass('taskboard.' || v_name) is not null;
     begin
-      -- Like and attach: attaching takes no lock that a completion has to wait for, as the
-      -- default partition, which is locked, takes no rows while a day has its own.
+      -- Never queue for a lock: those who come after would queue behind us.
+      lock table taskboard.history_default in access exclusive mode nowait;
       execute format(
         'create table taskboard.%I (like taskboard.history including all)', v_name);
       execute format(
@@ -42,6 +42,48 @@ $$;
 comment on function taskboard.make_partitions(integer) is
 $$Make the partitions of history for today and some days ahead; return how many (internal).$$;
 
+create or replace function taskboard.drop_partition(name text, out dropped boolean, out jobs bigint)
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  dropped := false;
+  jobs := 0;
+  -- Never queue for the lock: completions would queue behind us. They hold theirs for so short a
+  -- time that a few tries find a gap, unless somebody reads history for long.
+  for v_try in 1..20 loop
+    begin
+      lock table taskboard.history in access exclusive mode nowait;
+      dropped := true;
+    exception
+      when lock_not_available then
+        perform pg_sleep(0.001 + random() * 0.004);
+    end;
+    exit when dropped;
+  end loop;
+  if not dropped then
+    return;
+  end if;
+  execute format('alter table taskboard.history detach partition taskboard.%I', name);
+  -- What a queue keeps longer goes to the default partition.
+  execute format(
+    'with kept as (
+       delete from taskboard.%I as h using taskboard.queues as q
+       where q.name = h.queue and h.state = ''failed''
+         and h.finished_at > clock_timestamp() - q.keep_failed
+       returning h.*)
+     insert into taskboard.history select k.* from kept as k', name);
+  execute format('select count(*) from taskboard.%I', name) into jobs;
+  execute format(
+    'delete from taskboard.effects as e using taskboard.%I as h where e.job_id = h.id', name);
+  execute format('drop table taskboard.%I', name);
+end
+$$;
+
+comment on function taskboard.drop_partition(text) is
+$$Drop a day of history with its effects, if nobody reads history just now (internal).$$;
+
 create or replace function taskboard.prune(keep interval default null)
 returns setof taskboard.maintained
 language plpgsql
@@ -53,76 +95,83 @@ declare
   v_row taskboard.maintained;
   v_before timestamptz;
   v_day record;
-  v_count bigint;
 begin
-  select clock_timestamp() - taskboard.exact(coalesce(prune.keep, s.history)) into v_before
-  from taskboard.settings as s
-  where prune.keep is null or taskboard.check_span('keep', prune.keep, '0', '876000 hours') >= '0';
+  perform taskboard.check_span('keep', prune.keep, '0', '876000 hours');
+  if not pg_try_advisory_xact_lock(1952539509, 0) then
+    v_row := row('somebody else is pruning', 0);
+    return next v_row;
+    return;
+  end if;
+  -- An hour at least: a repeated completion is still to be answered.
+  v_before := clock_timestamp() - greatest(
+    taskboard.exact(coalesce(prune.keep, s.history)), make_interval(hours => 1))
+  from taskboard.settings as s;
 
   for v_day in
-    select c.relname
+    select c.relname::text as name
     from pg_inherits as i
     join pg_class as c on c.oid = i.inhrelid
     where i.inhparent = 'taskboard.history'::regclass and c.relname ~ '^history_\d{8}$'
       and to_date(substr(c.relname, 9), 'YYYYMMDD') + 1 <= (v_before at time zone 'UTC')::date
     order by c.relname
   loop
-    begin
-      execute format('alter table taskboard.history detach partition taskboard.%I', v_day.relname);
-      -- What a queue keeps longer goes to the default partition.
-      execute format(
-        'with kept as (
-           delete from taskboard.%I as h using taskboard.queues as q
-           where q.name = h.queue and h.state = ''failed''
-             and h.finished_at > clock_timestamp() - q.keep_failed
-           returning h.*)
-         insert into taskboard.history select k.* from kept as k', v_day.relname);
-      execute format(
-        'delete from taskboard.effects as e using taskboard.%I as h where e.job_id = h.id',
-        v_day.relname);
-      execute format('select count(*) from taskboard.%I', v_day.relname) into v_count;
-      execute format('drop table taskboard.%I', v_day.relname);
-      v_row := row('dropped ' || v_day.relname, v_count);
-      return next v_row;
-    exception
-      when lock_not_available then -- somebody reads it: the next call drops it
-        v_row := row('busy ' || v_day.relname, 0);
-        return next v_row;
-    end;
+    select case when d.dropped then 'dropped ' else 'busy, left ' end || v_day.name, d.jobs
+    into v_row
+    from taskboard.drop_partition(v_day.name) as d;
+    return next v_row;
   end loop;
 
-  with gone as (
-    delete from taskboard.history as h
-    where h.payload is null and h.finished_at < clock_timestamp() - make_interval(hours => 1)
-    returning h.id)
-  delete from taskboard.effects as e using gone as g where e.job_id = g.id;
-  with gone as (
-    delete from taskboard.history_default as h
+  -- Single rows: what has no partition of its own day, and stubs of queues that keep nothing.
+  with old as (
+    select h.id, h.finished_at
+    from taskboard.history_default as h
     where h.finished_at < v_before
       and not exists (
         select from taskboard.queues as q
         where q.name = h.queue and h.state = 'failed'
           and h.finished_at > clock_timestamp() - q.keep_failed)
-    returning h.id)
-  delete from taskboard.effects as e using gone as g where e.job_id = g.id;
-
-  delete from taskboard.unique_keys as u
-  where not u.live and u.held_until <= clock_timestamp();
-  get diagnostics v_count = row_count;
-  v_row := row('unique keys freed', v_count);
+    for update skip locked
+  ), stub as (
+    select h.id, h.finished_at
+    from taskboard.history as h
+    where h.payload is null and h.finished_at < clock_timestamp() - make_interval(hours => 1)
+    for update skip locked
+  ), gone as (
+    delete from taskboard.history as h
+    using (table old union table stub) as o
+    where h.id = o.id and h.finished_at = o.finished_at
+    returning h.id
+  ), forgotten as (
+    delete from taskboard.effects as e using gone as g where e.job_id = g.id
+  )
+  select 'single jobs deleted', count(*) into v_row from gone;
   return next v_row;
 
-  delete from taskboard.incidents as i where i.happened_at < v_before;
-  get diagnostics v_count = row_count;
-  v_row := row('incidents deleted', v_count);
+  with free as (
+    select u.kind, u.key from taskboard.unique_keys as u
+    where not u.live and u.held_until <= clock_timestamp()
+    for update skip locked
+  ), gone as (
+    delete from taskboard.unique_keys as u
+    using free as f
+    where u.kind = f.kind and u.key = f.key and not u.live
+    returning 1
+  )
+  select 'unique keys freed', count(*) into v_row from gone;
+  return next v_row;
+
+  with gone as (
+    delete from taskboard.incidents as i where i.happened_at < v_before returning 1)
+  select 'incidents deleted', count(*) into v_row from gone;
   return next v_row;
 end
 $$;
 
 comment on function taskboard.prune(interval) is
 $$Forget finished jobs, their effects, and incidents that are older than keep.
-keep: by default settings.history (7 days). Whole days are dropped at once; a day that somebody
-reads just now is left to the next call. Returns what was done. Role: taskboard_operator.$$;
+keep: by default settings.history (7 days), an hour at least. Whole days are dropped at once; while
+somebody reads history for long, they are left to the next call. Never makes a completion wait.
+Returns what was done. Errors: 22023. Role: taskboard_operator.$$;
 
 create or replace function taskboard.maintain()
 returns setof taskboard.maintained

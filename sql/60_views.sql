@@ -174,6 +174,10 @@ set search_path = pg_catalog, pg_temp
 as $$
 #variable_conflict use_column
 begin
+  if job_documents.job_id is null then
+    raise exception using errcode = '22004', message = 'job_id must not be null',
+      hint = 'Name the job.';
+  end if;
   return query
   select j.payload, j.headers, null::jsonb, j.last_error
   from taskboard.jobs as j
