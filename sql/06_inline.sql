@@ -67,9 +67,9 @@ return 'epoch'::timestamptz + microseconds * '1 microsecond'::interval;
 comment on function taskboard.instant(bigint) is
 $$Turn microseconds since 1970 into an instant, exactly (internal).$$;
 
--- A hint that is unreadable, from the future, or over a minute old is no hint. Its parts: the floor,
--- when it was set, the candidate (microseconds), the candidate's transaction id, and the job ids
--- of floor and candidate.
+-- A hint that is unreadable, from the future, or over a minute old is no hint. Its parts: the
+-- floor, when it was set, the candidate (microseconds), the candidate's transaction id, and the
+-- job ids of floor and candidate.
 create or replace function taskboard.is_hint(hint text, at timestamptz)
 returns boolean
 language sql

@@ -92,8 +92,8 @@ begin
       enqueue_many.headers, p
     from unnest(enqueue_many.payloads) as p
     returning j.id, true;
-    if not found then
-      return;
+    if found and taskboard.somebody_sleeps(enqueue_many.queue) then
+      perform taskboard.wake(v_due - v_now);
     end if;
   else
     return query
@@ -104,9 +104,6 @@ begin
       enqueue_many.unique_for, enqueue_many.serial_keys[:], enqueue_many.max_attempts,
       enqueue_many.max_lost_leases, enqueue_many.lease, enqueue_many.timeout,
       enqueue_many.on_unknown, enqueue_many.headers, enqueue_many.unique_until) as k;
-  end if;
-  if taskboard.somebody_sleeps(enqueue_many.queue) then
-    perform taskboard.wake(v_due - v_now);
   end if;
 end
 $$;
@@ -136,6 +133,7 @@ declare
   v_shard integer;
   v_now timestamptz := clock_timestamp();
   v_turn record;
+  v_wake boolean := false;
   n integer;
 begin
   select s.shard into v_shard from taskboard.settings as s;
@@ -169,6 +167,9 @@ begin
     end loop;
   end if;
 
+  for n in 1..v_total loop
+    v_wake := v_wake or (v_turns[n] and v_holders[n] = v_ids[n]);
+  end loop;
   v_now := clock_timestamp(); -- we may have waited for a key
   insert into taskboard.jobs (
     id, lane_id, claimable_at, run_at, created_at, lease, timeout, max_attempts, max_lost_leases,
@@ -186,6 +187,10 @@ begin
     v_ids, v_holders, v_serial_nos, v_turns, enqueue_keyed.unique_keys, enqueue_keyed.serial_keys,
     enqueue_keyed.payloads) as k (id, holder, serial_no, turn, unique_key, serial_key, payload)
   where k.holder = k.id;
+  -- A job that is blocked, or was there before, wakes nobody.
+  perform taskboard.wake(enqueue_keyed.due - v_now)
+  from taskboard.lanes as l
+  where l.id = enqueue_keyed.lane_id and v_wake and taskboard.somebody_sleeps(l.queue);
 
   return query
   select k.holder, k.holder = k.id

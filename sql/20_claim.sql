@@ -26,6 +26,7 @@ declare
   v_got integer;
   v_ended bigint;
   v_total integer := 0;
+  v_look boolean;
   v_now timestamptz;
 begin
   v_set := taskboard.check_claim(
@@ -35,7 +36,14 @@ begin
     from taskboard.plan_claim(claim.queues, claim.max_jobs) as p;
   end if;
   v_lease := taskboard.exact(v_lease);
+  -- A look at the floors only before this transaction has changed anything: what it changed may
+  -- still be undone, by a rollback of a prepared transaction even when the session's notes stay.
+  v_look := pg_current_xact_id_if_assigned() is null
+    and taskboard.floors_due(current_setting('taskboard.floors_at', true), clock_timestamp());
   perform pg_current_xact_id();
+  if v_look then
+    perform taskboard.raise_floors(claim.queues, claim.kinds);
+  end if;
   for v_round in 0..coalesce(cardinality(v_limited), 0) loop
     v_left := claim.max_jobs - v_total;
     if v_round > 0 then
@@ -125,11 +133,8 @@ begin
       exit when v_pass > 1 and v_ended = 0;
     end loop;
   end loop;
-  if taskboard.floors_due(current_setting('taskboard.floors_at', true), v_now) then
-    perform taskboard.raise_floors(claim.queues, claim.kinds);
-    if v_left = 0 then
-      perform taskboard.sweep_exhausted(claim.queues, claim.kinds, v_now, 100);
-    end if;
+  if v_look and v_left = 0 then
+    perform taskboard.sweep_exhausted(claim.queues, claim.kinds, v_now, 100);
   end if;
 end
 $$;

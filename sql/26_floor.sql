@@ -23,7 +23,7 @@ declare
   v_now timestamptz := clock_timestamp();
   v_xmin bigint;
   v_lane record;
-  v_nobody constant uuid := '00000000-0000-0000-0000-000000000000';
+  v_nobody constant uuid := '00000000-0000-0000-0000-000000000000'::uuid;
   v_old text[];
   v_floor timestamptz;
   v_floor_id uuid;

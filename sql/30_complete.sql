@@ -96,6 +96,7 @@ declare
   v_done record;
   v_tokens uuid[] := complete_many.lease_tokens;
   v_kept uuid[];
+  v_kept_tokens uuid[];
 begin
   select s.* into v_set from taskboard.settings as s;
   perform taskboard.check_pairs(
@@ -147,7 +148,7 @@ begin
       case when g.keeps then g.headers end, case when g.keeps then g.payload end,
       case when g.keeps then g.result end
     from gone as g
-    returning h.id, h.finished_at, h.kind, h.unique_key, h.serial_key
+    returning h.id, h.finished_at, h.kind, h.unique_key, h.serial_key, h.lease_token
   loop
     if v_done.unique_key is not null then
       perform taskboard.free_unique_key(v_done.kind, v_done.unique_key, v_done.id);
@@ -156,15 +157,14 @@ begin
       perform taskboard.hand_over(v_done.serial_key, v_done.id);
     end if;
     v_kept := v_kept || v_done.id;
+    v_kept_tokens := v_kept_tokens || v_done.lease_token;
     v_row := row(v_done.id, v_done.finished_at);
     return next v_row;
   end loop;
 
   update taskboard.effects as e
   set ended_at = clock_timestamp(), happened = true
-  from unnest(complete_many.job_ids, v_tokens) as w (id, token)
-  where e.job_id = w.id and e.lease_token = w.token and e.ended_at is null
-    and w.id = any (v_kept);
+  where e.job_id = any (v_kept) and e.lease_token = any (v_kept_tokens) and e.ended_at is null;
 
   if cardinality(complete_many.job_ids) > coalesce(cardinality(v_kept), 0) then
     return query
