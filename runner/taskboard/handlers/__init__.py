@@ -6,14 +6,16 @@ What it returns is stored as the job's result. To end otherwise it raises one of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from uuid import UUID
 
 from psycopg import AsyncConnection
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,14 @@ class Context(Protocol):
         ...
 
 
+class ThreadContext(Context, Protocol):
+    """The context of a plain function: `ctx.wait(ctx.begin_effect())`, and so on."""
+
+    def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the runner's loop, and wait for its result in this thread."""
+        ...
+
+
 class Outcome(Exception):
     """Base of what a handler raises to end otherwise than completed."""
 
@@ -112,7 +122,7 @@ class Held(Outcome):
     """`begin_effect` held the job: an earlier outcome is unknown and a person must decide."""
 
 
-Handler = Callable[[Context], Any]
+Handler = Callable[[Any], Any]  # of a Context; of a ThreadContext when it is a plain function
 
 
 def handler(kind: str) -> Callable[[Handler], Handler]:
