@@ -86,9 +86,9 @@ create table if not exists taskboard.queue_starts (
 );
 
 create table if not exists taskboard.queue_rights (
-  role_name text not null,
+  role regrole not null,
   queue text not null,
-  constraint queue_rights_key primary key (role_name, queue)
+  constraint queue_rights_key primary key (role, queue)
 );
 
 create table if not exists taskboard.jobs (

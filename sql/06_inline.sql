@@ -74,7 +74,8 @@ create or replace function taskboard.is_hint(hint text, at timestamptz)
 returns boolean
 language sql
 immutable
-return case when hint ~ '^(\d{1,16}/){3}\d{1,18}/[-0-9a-f]{36}/[-0-9a-f]{36}$' then
+return case when hint
+    ~ '^(\d{1,16}/){3}\d{1,18}(/[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}){2}$' then
   split_part(hint, '/', 2)::bigint
     between taskboard.microseconds(at) - 60000000 and taskboard.microseconds(at)
   and greatest(split_part(hint, '/', 1)::bigint, split_part(hint, '/', 3)::bigint)

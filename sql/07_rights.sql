@@ -11,11 +11,11 @@ as $$
     who.is_super
     or not exists (
       select from taskboard.queue_rights as r
-      join pg_roles as limited on limited.rolname = r.role_name
+      join pg_roles as limited on limited.oid = r.role
       where pg_has_role(who.name, limited.oid, 'member'))
     or exists (
       select from taskboard.queue_rights as r
-      join pg_roles as limited on limited.rolname = r.role_name
+      join pg_roles as limited on limited.oid = r.role
       where pg_has_role(who.name, limited.oid, 'member') and r.queue = may_use.queue))
   from (
     select p.rolname as name, p.rolsuper as is_super
@@ -24,8 +24,9 @@ as $$
 $$;
 
 comment on function taskboard.may_use(text) is
-$$Tell whether the calling role may use a queue (internal).
-A role that has queues in queue_rights, itself or by membership, may use only those.$$;
+$$Tell whether the calling role may use a queue.
+A role that has queues in queue_rights, itself or by membership, may use only those.
+Role: everybody who may use Taskboard; queue_stats asks it in the caller's name.$$;
 
 create or replace function taskboard.may_touch(job_id uuid, lease_token uuid)
 returns boolean
@@ -93,12 +94,13 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
   perform taskboard.check_name('queue', allow_queue.queue);
-  if to_regrole(quote_ident(allow_queue.role_name)) is null then
+  if allow_queue.role_name is null or to_regrole(quote_ident(allow_queue.role_name)) is null then
     raise exception using errcode = '22023', message = 'no such role',
       hint = 'Create the role, then allow it a queue.';
   end if;
-  insert into taskboard.queue_rights (role_name, queue)
-  values (allow_queue.role_name, allow_queue.queue)
+  -- By its oid: a role that is renamed stays limited.
+  insert into taskboard.queue_rights (role, queue)
+  values (to_regrole(quote_ident(allow_queue.role_name)), allow_queue.queue)
   on conflict do nothing;
   update taskboard.settings as s set queue_rights = true where not s.queue_rights;
 end
@@ -117,7 +119,8 @@ set search_path = pg_catalog, pg_temp
 as $$
 begin
   delete from taskboard.queue_rights as r
-  where r.role_name = disallow_queue.role_name and r.queue = disallow_queue.queue;
+  where r.role = to_regrole(quote_ident(disallow_queue.role_name))
+    and r.queue = disallow_queue.queue;
   update taskboard.settings as s
   set queue_rights = exists (select from taskboard.queue_rights);
 end

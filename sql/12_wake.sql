@@ -32,7 +32,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
   v_keys integer[] := array[0];
-  v_mark text; -- the locks that this session holds, and the first id not running when it got them
+  v_mark text; -- the locks that this session holds, and an id taken when it had got them
 begin
   perform taskboard.check_names(listen.queues, null);
   if listen.queues is not null then
@@ -47,7 +47,8 @@ begin
     then
       return false; -- a producer was just looking; what we got is let go by the next call
     end if;
-    v_mark := v_keys::text || '/' || pg_snapshot_xmax(pg_current_snapshot());
+    -- An id of our own: pg_snapshot_xmax is the last one that has ended, plus one.
+    v_mark := v_keys::text || '/' || pg_current_xact_id();
     perform set_config('taskboard.asleep', v_mark, false);
   end if;
   return pg_snapshot_xmin(pg_current_snapshot()) >= split_part(v_mark, '/', 2)::xid8;

@@ -42,7 +42,8 @@ begin
     and taskboard.floors_due(current_setting('taskboard.floors_at', true), clock_timestamp());
   perform pg_current_xact_id();
   if v_look then
-    perform taskboard.raise_floors(claim.queues, claim.kinds);
+    perform taskboard.raise_floors(
+      case when v_set.special then v_open || v_limited else v_open end, claim.kinds);
   end if;
   for v_round in 0..coalesce(cardinality(v_limited), 0) loop
     v_left := claim.max_jobs - v_total;
@@ -54,7 +55,8 @@ begin
       exit when v_left = 0;
       -- A variable, because only that can be a bound of the index scan.
       v_now := clock_timestamp();
-      -- Returning jobs first, up to half a batch; what then is left over, in a second pass.
+      -- Per priority: returning jobs up to half a batch, fresh ones, then the rest of the
+      -- returning ones. Should their lanes overlap, a second pass fills the batch.
       v_half := case when v_pass = 1 then greatest(v_left / 2, 1) else v_left end;
       return query
       update taskboard.jobs as j
@@ -87,7 +89,8 @@ begin
             order by r.priority) as level
           cross join lateral (
             (select due.id
-            from (values (true, v_half), (false, v_left)) as side (returning_lane, take)
+            from (values (true, v_half, 0), (false, v_left, 0), (true, v_left, v_half))
+              as side (returning_lane, take, skip)
             cross join lateral (
               select c.id
               from (
@@ -111,9 +114,9 @@ begin
                       or p.lost_leases + 1 >= coalesce(
                         p.max_lost_leases, v_set.max_lost_leases)))
                 order by p.lane_id, p.claimable_at, p.id
-                limit side.take
+                limit side.take + side.skip
                 for update skip locked) as c
-              limit side.take) as due)) as picked
+              limit side.take offset side.skip) as due)) as picked
           limit v_left))
         and l.id = j.lane_id
       returning

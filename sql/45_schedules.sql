@@ -74,9 +74,14 @@ set search_path = pg_catalog, pg_temp
 set lock_timeout = '5s'
 as $$
 begin
+  if pause_schedule.name is null or pause_schedule.paused is null then
+    raise exception using errcode = '22004', message = 'name and paused must not be null',
+      hint = 'true pauses the schedule, false ends its pause.';
+  end if;
   update taskboard.schedules as s
   set paused_at = case when pause_schedule.paused then coalesce(s.paused_at, clock_timestamp()) end,
-    next_at = case when pause_schedule.paused then s.next_at end
+    -- After a pause a runner works out the next date anew.
+    next_at = case when pause_schedule.paused or s.paused_at is null then s.next_at end
   where s.name = pause_schedule.name;
   return found;
 end
@@ -84,7 +89,7 @@ $$;
 
 comment on function taskboard.pause_schedule(text, boolean) is
 $$Pause a schedule, or end its pause; true when there is one.
-What falls due during a pause is not made up for. Role: taskboard_operator.$$;
+What falls due during a pause is not made up for. Errors: 22004. Role: taskboard_operator.$$;
 
 create or replace function taskboard.due_schedules()
 returns setof taskboard.due_schedule
@@ -98,6 +103,8 @@ begin
   select s.name, s.cron, s.time_zone, s.misfire, s.next_at, clock_timestamp()
   from taskboard.schedules as s
   where s.paused_at is null and (s.next_at is null or s.next_at <= clock_timestamp())
+    and (taskboard.may_use(s.queue)
+      or not exists (select from taskboard.settings as t where t.queue_rights))
   order by s.next_at, s.name;
 end
 $$;
@@ -118,6 +125,10 @@ declare
   v_schedule taskboard.schedules;
   v_job_id uuid;
 begin
+  if advance_schedule.name is null then
+    raise exception using errcode = '22004', message = 'name must not be null',
+      hint = 'Pass it as due_schedules returned it.';
+  end if;
   if not isfinite(advance_schedule.next_at) or advance_schedule.next_at is null
     or advance_schedule.enqueue is null or advance_schedule.next_at <= advance_schedule.due_at
   then
@@ -132,6 +143,8 @@ begin
   where s.name = advance_schedule.name
     and s.next_at is not distinct from advance_schedule.due_at
     and s.paused_at is null
+    and (taskboard.may_use(s.queue)
+      or not exists (select from taskboard.settings as t where t.queue_rights))
   returning s.* into v_schedule;
   if not found or advance_schedule.due_at is null or not advance_schedule.enqueue then
     return null;
@@ -152,4 +165,4 @@ comment on function taskboard.advance_schedule(text, timestamptz, timestamptz, b
 $$Move a schedule from one occurrence to the next and enqueue the job of the first.
 due_at: the date that due_schedules showed; if somebody else has moved it, nothing happens and the
 result is null. enqueue false passes over the occurrence. Returns the id of the job.
-Errors: 22023. Role: taskboard_worker.$$;
+Errors: 22004, 22023. Role: taskboard_worker.$$;

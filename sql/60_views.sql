@@ -81,6 +81,8 @@ cross join lateral (
     where j.lane_id = l.id and j.claimable_at = 'infinity'
     order by j.lane_id, j.claimable_at
     limit 10000) as d) as waiting
+where not exists (select from taskboard.settings as s where s.queue_rights)
+  or taskboard.may_use(l.queue)
 group by l.queue, l.kind, l.priority;
 
 comment on view taskboard.queue_stats is

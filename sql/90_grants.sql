@@ -7,6 +7,7 @@ declare
   v_matrix constant text := $matrix$
     version              producer worker operator observer
     job                  producer worker operator observer
+    may_use              producer worker operator observer
     enqueue              producer
     enqueue_many         producer
     claim                worker
@@ -82,7 +83,9 @@ begin
       'taskboard_producer', 'taskboard_worker', 'taskboard_operator', 'taskboard_observer')
     order by rolname
   loop
+    execute format('revoke all on schema taskboard from %I', v_role);
     execute format('revoke all on all tables in schema taskboard from %I', v_role);
+    execute format('revoke all on all sequences in schema taskboard from %I', v_role);
     execute format('revoke all on all functions in schema taskboard from %I', v_role);
     execute format('grant usage on schema taskboard to %I', v_role);
   end loop;
