@@ -208,6 +208,9 @@ create table if not exists taskboard.effects (
   constraint effects_ended_whole check ((ended_at is null) = (happened is null))
 );
 
+create index if not exists effects_begun
+  on taskboard.effects using brin (begun_at) with (pages_per_range = 16);
+
 create table if not exists taskboard.schedules (
   name text not null,
   cron text not null,

@@ -131,9 +131,38 @@ end
 $$;
 
 comment on function taskboard.take_turn_lock(text) is
-$$Lock a serial key's row; always true (internal).
-True, so that it can stand in the condition of the statement that then locks the job's row: the
-key comes before the job, and a job without a key pays nothing.$$;
+$$Lock a serial key's row; always true (internal).$$;
+
+create or replace function taskboard.take_job_lock(key text, job_id uuid)
+returns boolean
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_until timestamptz := clock_timestamp() + make_interval(secs => 5);
+begin
+  loop
+    begin
+      perform taskboard.take_turn_lock(take_job_lock.key);
+      perform from taskboard.jobs as j where j.id = take_job_lock.job_id for update nowait;
+      return true;
+    exception
+      when lock_not_available then
+        -- Leaving the block has let the key go: whoever holds the job may want it to end the job.
+        if clock_timestamp() > v_until then
+          raise;
+        end if;
+    end;
+    perform pg_sleep(0.01);
+  end loop;
+end
+$$;
+
+comment on function taskboard.take_job_lock(text, uuid) is
+$$Lock a serial key's row, then a job's; always true (internal).
+Stands in the condition of the statement that ends the job, so that one without a key pays nothing.
+Never waits for the job with the key in hand: a fenced transaction has them the other way round.$$;
 
 create or replace function taskboard.hand_over(key text, job_id uuid)
 returns void

@@ -29,6 +29,10 @@ declare
   v_look boolean;
   v_now timestamptz;
 begin
+  -- A look at the floors only before this transaction has changed anything: what it changed may
+  -- still be undone, by a rollback of a prepared transaction even when the session's notes stay.
+  v_look := pg_current_xact_id_if_assigned() is null
+    and taskboard.floors_due(current_setting('taskboard.floors_at', true), clock_timestamp());
   v_set := taskboard.check_claim(
     claim.queues, claim.kinds, claim.max_jobs, v_lease, v_worker);
   if v_set.special then
@@ -36,10 +40,6 @@ begin
     from taskboard.plan_claim(claim.queues, claim.max_jobs) as p;
   end if;
   v_lease := taskboard.exact(v_lease);
-  -- A look at the floors only before this transaction has changed anything: what it changed may
-  -- still be undone, by a rollback of a prepared transaction even when the session's notes stay.
-  v_look := pg_current_xact_id_if_assigned() is null
-    and taskboard.floors_due(current_setting('taskboard.floors_at', true), clock_timestamp());
   perform pg_current_xact_id();
   if v_look then
     perform taskboard.raise_floors(

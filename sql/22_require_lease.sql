@@ -29,5 +29,4 @@ comment on function taskboard.require_lease(uuid, uuid) is
 $$Fence the caller's own transaction: raise TB001 unless the token is current.
 Until the transaction ends nobody can claim the job again, renewals pass. Call it first, write,
 then complete in the same transaction: all of it or none.
-With a serial key, whoever ends the job at that moment may collide with you: 40P01, repeat.
 Locks the row for key share; waits at most 5 s (55P03). Role: taskboard_worker.$$;

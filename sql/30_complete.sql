@@ -26,7 +26,7 @@ begin
     -- overtaken is accepted, because the work is done.
     where j.id = complete.job_id and j.lease_token = complete.lease_token
       and l.id = j.lane_id
-      and (j.serial_key is null or taskboard.take_turn_lock(j.serial_key))
+      and (j.serial_key is null or taskboard.take_job_lock(j.serial_key, j.id))
     returning j.*, l.queue, l.kind, l.priority, l.keeps
   )
   insert into taskboard.history as h (

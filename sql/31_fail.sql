@@ -32,7 +32,7 @@ begin
   from taskboard.jobs as j
   join taskboard.lanes as l on l.id = j.lane_id
   where j.id = fail.job_id and j.lease_token = fail.lease_token
-    and (j.serial_key is null or taskboard.take_turn_lock(j.serial_key))
+    and (j.serial_key is null or taskboard.take_job_lock(j.serial_key, j.id))
   for update of j;
   if not found then
     perform taskboard.note_refusal('fail', fail.job_id, fail.lease_token);

@@ -34,7 +34,7 @@ begin
     -- The lane after the lock: a claim that we waited for has moved the job.
     perform from taskboard.jobs as j
     where j.id = cancel.job_id
-      and (j.serial_key is null or taskboard.take_turn_lock(j.serial_key))
+      and (j.serial_key is null or taskboard.take_job_lock(j.serial_key, j.id))
     for update;
     select j.lane_id, j.leased_by, false as repeated into v_job
     from taskboard.jobs as j

@@ -97,7 +97,6 @@ as $$
 #variable_conflict use_column
 declare
   v_row taskboard.job_state;
-  v_left integer := retry_failed.max_jobs;
   v_id uuid;
 begin
   if retry_failed.max_jobs is null or retry_failed.max_jobs not between 1 and 100000 then
@@ -105,22 +104,29 @@ begin
       hint = 'Give 1 to 100000.';
   end if;
   for v_id in
-    select h.id
-    from taskboard.history as h
-    where h.state = 'failed'
-      and (retry_failed.queue is null or h.queue = retry_failed.queue)
-      and (retry_failed.kind is null or h.kind = retry_failed.kind)
-    order by h.finished_at
+    select old.id
+    from (
+      select h.id, h.serial_key, h.finished_at
+      from taskboard.history as h
+      where h.state = 'failed'
+        and (retry_failed.queue is null or h.queue = retry_failed.queue)
+        and (retry_failed.kind is null or h.kind = retry_failed.kind)
+        and not exists (
+          select from taskboard.unique_keys as u
+          where u.kind = h.kind and u.key = h.unique_key and u.job_id <> h.id
+            and (u.live or u.held_until > statement_timestamp()))
+      order by h.finished_at
+      limit retry_failed.max_jobs) as old
+    -- Serial keys in order, as in every batch.
+    order by old.serial_key nulls first, old.finished_at
   loop
     begin
       select r.job_id, r.state into v_row from taskboard.retry(v_id) as r;
       return next v_row;
-      v_left := v_left - 1;
     exception
-      when sqlstate 'TB003' then
-        null; -- its key is taken, or somebody was quicker
+      when sqlstate 'TB002' or sqlstate 'TB003' then
+        null; -- pruned, its key is taken, or somebody was quicker
     end;
-    exit when v_left = 0;
   end loop;
 end
 $$;

@@ -135,6 +135,10 @@ begin
     raise exception using errcode = '22023', message = 'next_at does not follow due_at',
       hint = 'Give the occurrence that comes after due_at.';
   end if;
+  if advance_schedule.enqueue and advance_schedule.due_at > clock_timestamp() then
+    raise exception using errcode = '22023', message = 'due_at has not come yet',
+      hint = 'Enqueue an occurrence when it is due, by the date that due_schedules shows as now.';
+  end if;
   -- Compare and set: of many runners that saw the same date, one moves it and enqueues.
   update taskboard.schedules as s
   set next_at = advance_schedule.next_at,

@@ -9,11 +9,11 @@ declare
   v_until timestamptz;
   v_pause double precision := 0.005;
 begin
-  if wait_for.job_id is null then
-    raise exception using errcode = '22004', message = 'job_id must not be null',
-      hint = 'Name the job.';
+  if wait_for.job_id is null or wait_for.at_most is null then
+    raise exception using errcode = '22004', message = 'job_id and at_most must not be null',
+      hint = 'Name the job, and how long to wait.';
   end if;
-  v_until := clock_timestamp() + taskboard.check_span('at_most', wait_for.at_most, '0', '1 hour');
+  v_until := clock_timestamp() + taskboard.check_span('at_most', wait_for.at_most, '0', '5 minutes');
   if not taskboard.may_see(wait_for.job_id) then
     return;
   end if;
@@ -34,6 +34,6 @@ $$;
 
 comment on function taskboard.wait_for(uuid, interval) is
 $$Wait until a job has ended and return its result; zero rows when it has not in time.
-at_most: 0 to an hour. Looks every few milliseconds at first, later twice a second. At read
+at_most: 0 to 5 minutes. Looks every few milliseconds at first, later twice a second. At read
 committed only, and outside the transaction that enqueued the job: nobody can run it before that
 commits. Errors: 22004, 22023. Role: taskboard_producer.$$;

@@ -42,47 +42,51 @@ $$;
 comment on function taskboard.make_partitions(integer) is
 $$Make the partitions of history for today and some days ahead; return how many (internal).$$;
 
-create or replace function taskboard.drop_partition(name text, out dropped boolean, out jobs bigint)
+create or replace function taskboard.drop_partitions(names text[])
+returns boolean
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+  v_name text;
+  v_id uuid;
+  v_kept uuid[];
 begin
-  dropped := false;
-  jobs := 0;
+  -- What a queue keeps longer is looked for before anything is locked.
+  foreach v_name in array names loop
+    for v_id in execute format(
+      'select h.id from taskboard.%I as h join taskboard.queues as q on q.name = h.queue
+       where h.state = ''failed'' and h.finished_at > clock_timestamp() - q.keep_failed', v_name)
+    loop
+      v_kept := v_kept || v_id;
+    end loop;
+  end loop;
   -- Never queue for the lock: completions would queue behind us. They hold theirs for so short a
   -- time that a few tries find a gap, unless somebody reads history for long.
   for v_try in 1..20 loop
     begin
       lock table taskboard.history in access exclusive mode nowait;
-      dropped := true;
+      foreach v_name in array names loop
+        execute format('alter table taskboard.history detach partition taskboard.%I', v_name);
+        execute format(
+          'insert into taskboard.history select h.* from taskboard.%I as h where h.id = any ($1)',
+          v_name) using v_kept;
+        execute format('drop table taskboard.%I', v_name);
+      end loop;
+      return true;
     exception
       when lock_not_available then
         perform pg_sleep(0.001 + random() * 0.004);
     end;
-    exit when dropped;
   end loop;
-  if not dropped then
-    return;
-  end if;
-  execute format('alter table taskboard.history detach partition taskboard.%I', name);
-  -- What a queue keeps longer goes to the default partition.
-  execute format(
-    'with kept as (
-       delete from taskboard.%I as h using taskboard.queues as q
-       where q.name = h.queue and h.state = ''failed''
-         and h.finished_at > clock_timestamp() - q.keep_failed
-       returning h.*)
-     insert into taskboard.history select k.* from kept as k', name);
-  execute format('select count(*) from taskboard.%I', name) into jobs;
-  execute format(
-    'delete from taskboard.effects as e using taskboard.%I as h where e.job_id = h.id', name);
-  execute format('drop table taskboard.%I', name);
+  return false;
 end
 $$;
 
-comment on function taskboard.drop_partition(text) is
-$$Drop a day of history with its effects, if nobody reads history just now (internal).$$;
+comment on function taskboard.drop_partitions(text[]) is
+$$Drop days of history, if nobody reads history just now (internal).
+Holds its lock until the transaction ends: called last, and quick however many rows there are.$$;
 
 create or replace function taskboard.prune(keep interval default null)
 returns setof taskboard.maintained
@@ -94,7 +98,7 @@ as $$
 declare
   v_row taskboard.maintained;
   v_before timestamptz;
-  v_day record;
+  v_days text[];
 begin
   perform taskboard.check_span('keep', prune.keep, '0', '876000 hours');
   if not pg_try_advisory_xact_lock(1952539509, 0) then
@@ -106,20 +110,6 @@ begin
   v_before := clock_timestamp() - greatest(
     taskboard.exact(coalesce(prune.keep, s.history)), make_interval(hours => 1))
   from taskboard.settings as s;
-
-  for v_day in
-    select c.relname::text as name
-    from pg_inherits as i
-    join pg_class as c on c.oid = i.inhrelid
-    where i.inhparent = 'taskboard.history'::regclass and c.relname ~ '^history_\d{8}$'
-      and to_date(substr(c.relname, 9), 'YYYYMMDD') + 1 <= (v_before at time zone 'UTC')::date
-    order by c.relname
-  loop
-    select case when d.dropped then 'dropped ' else 'busy, left ' end || v_day.name, d.jobs
-    into v_row
-    from taskboard.drop_partition(v_day.name) as d;
-    return next v_row;
-  end loop;
 
   -- Single rows: what has no partition of its own day, and stubs of queues that keep nothing.
   with old as (
@@ -140,11 +130,20 @@ begin
     delete from taskboard.history as h
     using (table old union table stub) as o
     where h.id = o.id and h.finished_at = o.finished_at
-    returning h.id
-  ), forgotten as (
-    delete from taskboard.effects as e using gone as g where e.job_id = g.id
+    returning 1
   )
   select 'single jobs deleted', count(*) into v_row from gone;
+  return next v_row;
+
+  -- Effects go when their job has gone, never before: a retry must find them.
+  with gone as (
+    delete from taskboard.effects as e
+    where e.begun_at < v_before
+      and not exists (select from taskboard.jobs as j where j.id = e.job_id)
+      and not exists (select from taskboard.history as h where h.id = e.job_id)
+    returning 1
+  )
+  select 'effects deleted', count(*) into v_row from gone;
   return next v_row;
 
   with free as (
@@ -164,6 +163,20 @@ begin
     delete from taskboard.incidents as i where i.happened_at < v_before returning 1)
   select 'incidents deleted', count(*) into v_row from gone;
   return next v_row;
+
+  v_days := array(
+    select c.relname::text
+    from pg_inherits as i
+    join pg_class as c on c.oid = i.inhrelid
+    where i.inhparent = 'taskboard.history'::regclass and c.relname ~ '^history_\d{8}$'
+      and to_date(substr(c.relname, 9), 'YYYYMMDD') + 1 <= (v_before at time zone 'UTC')::date
+    order by c.relname);
+  if cardinality(v_days) > 0 then
+    v_row := row(
+      case when taskboard.drop_partitions(v_days) then 'days dropped' else 'days left, busy' end,
+      cardinality(v_days));
+    return next v_row;
+  end if;
 end
 $$;
 
@@ -185,10 +198,16 @@ begin
   if not pg_try_advisory_xact_lock(1952539507, 0) then
     return;
   end if;
-  return query select 'partitions made'::text, taskboard.make_partitions();
   return query select 'exhausted jobs ended'::text, taskboard.sweep_exhausted(
     null, null, clock_timestamp(), 1000);
+  -- A lane that was being registered while keep_history ran.
+  update taskboard.lanes as l
+  set keeps = q.keep_completed
+  from taskboard.queues as q
+  where q.name = l.queue and q.keep_completed <> l.keeps;
   return query select p.step, p.touched from taskboard.prune() as p;
+  -- Last, as both hold locks until the end.
+  return query select 'partitions made'::text, taskboard.make_partitions();
 end
 $$;
 

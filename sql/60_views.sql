@@ -1,7 +1,7 @@
 set local search_path = pg_catalog, pg_temp;
 
 create or replace view taskboard.live_jobs as
-select j.*, l.queue, l.kind, l.priority::integer as priority,
+select l.queue, l.kind, l.priority::integer as priority,
   case
     when j.waits_for = 'turn' then 'blocked'
     when j.waits_for = 'person' then 'held'
@@ -9,7 +9,8 @@ select j.*, l.queue, l.kind, l.priority::integer as priority,
       then case when j.claimable_at > clock_timestamp() then 'running' else 'expired' end
     when j.claimable_at > clock_timestamp() then 'scheduled'
     else 'ready'
-  end as state
+  end as state,
+  j.* -- last, so that a new column of jobs can be added
 from taskboard.jobs as j
 join taskboard.lanes as l on l.id = j.lane_id;
 
