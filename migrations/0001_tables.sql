@@ -39,6 +39,8 @@ create table if not exists taskboard.settings (
   constraint settings_durations_positive check (
     lease > '0' and timeout > '0' and backoff > '0' and backoff_max >= backoff
     and lease_least > '0' and lease_most >= lease_least and delay_most > '0' and history >= '0'),
+  constraint settings_durations_bounded check (
+    greatest(lease, timeout, backoff_max, lease_most, delay_most, history) <= '876000 hours'),
   constraint settings_shard_fits_id check (shard between 0 and 65535)
 );
 
@@ -207,9 +209,6 @@ create table if not exists taskboard.effects (
   constraint effects_key primary key (job_id, step, lease_token),
   constraint effects_ended_whole check ((ended_at is null) = (happened is null))
 );
-
-create index if not exists effects_begun
-  on taskboard.effects using brin (begun_at) with (pages_per_range = 16);
 
 create table if not exists taskboard.schedules (
   name text not null,

@@ -146,7 +146,7 @@ begin
     begin
       perform taskboard.take_turn_lock(take_job_lock.key);
       perform from taskboard.jobs as j where j.id = take_job_lock.job_id for update nowait;
-      return true;
+      exit;
     exception
       when lock_not_available then
         -- Leaving the block has let the key go: whoever holds the job may want it to end the job.
@@ -156,6 +156,7 @@ begin
     end;
     perform pg_sleep(0.01);
   end loop;
+  return true;
 end
 $$;
 

@@ -56,9 +56,8 @@ begin
     v_blocked := not v_turn.has_turn;
     v_serial_no := v_turn.serial_no;
   end if;
-  select l.returns_to into v_lane
-  from taskboard.lanes as l
-  where l.id = taskboard.register_lane(v_old.queue, v_old.kind, v_old.priority);
+  v_lane := taskboard.register_lane(v_old.queue, v_old.kind, v_old.priority);
+  select l.returns_to into v_lane from taskboard.lanes as l where l.id = v_lane;
   delete from taskboard.history as h where h.id = retry.job_id;
   insert into taskboard.jobs (
     id, lane_id, attempt, claimable_at, run_at, created_at, lease, timeout, max_attempts,

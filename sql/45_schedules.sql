@@ -58,6 +58,10 @@ set search_path = pg_catalog, pg_temp
 set lock_timeout = '5s'
 as $$
 begin
+  if unschedule.name is null then
+    raise exception using errcode = '22004', message = 'name must not be null',
+      hint = 'Name the schedule.';
+  end if;
   delete from taskboard.schedules as s where s.name = unschedule.name;
   return found;
 end

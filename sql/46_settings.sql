@@ -36,6 +36,7 @@ begin
   exception
     when check_violation or not_null_violation or invalid_text_representation
       or invalid_datetime_format or datetime_field_overflow or numeric_value_out_of_range
+      or interval_field_overflow
     then
       raise exception using errcode = '22023',
         message = format('not a value for %s', configure.setting),

@@ -13,7 +13,8 @@ begin
     raise exception using errcode = '22004', message = 'job_id and at_most must not be null',
       hint = 'Name the job, and how long to wait.';
   end if;
-  v_until := clock_timestamp() + taskboard.check_span('at_most', wait_for.at_most, '0', '5 minutes');
+  v_until := clock_timestamp()
+    + taskboard.check_span('at_most', wait_for.at_most, '0', '5 minutes');
   if not taskboard.may_see(wait_for.job_id) then
     return;
   end if;

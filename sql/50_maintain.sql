@@ -43,17 +43,21 @@ comment on function taskboard.make_partitions(integer) is
 $$Make the partitions of history for today and some days ahead; return how many (internal).$$;
 
 create or replace function taskboard.drop_partitions(names text[])
-returns boolean
+returns setof taskboard.maintained
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
+  v_row taskboard.maintained;
   v_name text;
   v_id uuid;
-  v_kept uuid[];
+  v_kept uuid[] := array[]::uuid[];
+  v_counts bigint[] := array[]::bigint[];
+  v_count bigint;
+  v_locked boolean := false;
 begin
-  -- What a queue keeps longer is looked for before anything is locked.
+  -- All that takes time comes before the lock, and is undone if there is no lock to be had.
   foreach v_name in array names loop
     for v_id in execute format(
       'select h.id from taskboard.%I as h join taskboard.queues as q on q.name = h.queue
@@ -61,32 +65,42 @@ begin
     loop
       v_kept := v_kept || v_id;
     end loop;
+    execute format(
+      'delete from taskboard.effects as e using taskboard.%I as h
+       where e.job_id = h.id and h.id <> all ($1)', v_name) using v_kept;
+    execute format('select count(*) from taskboard.%I', v_name) into v_count;
+    v_counts := v_counts || v_count;
   end loop;
   -- Never queue for the lock: completions would queue behind us. They hold theirs for so short a
   -- time that a few tries find a gap, unless somebody reads history for long.
   for v_try in 1..20 loop
     begin
       lock table taskboard.history in access exclusive mode nowait;
-      foreach v_name in array names loop
-        execute format('alter table taskboard.history detach partition taskboard.%I', v_name);
-        execute format(
-          'insert into taskboard.history select h.* from taskboard.%I as h where h.id = any ($1)',
-          v_name) using v_kept;
-        execute format('drop table taskboard.%I', v_name);
-      end loop;
-      return true;
+      v_locked := true;
     exception
       when lock_not_available then
         perform pg_sleep(0.001 + random() * 0.004);
     end;
+    exit when v_locked;
   end loop;
-  return false;
+  if not v_locked then
+    raise lock_not_available;
+  end if;
+  for v_n in 1..cardinality(names) loop
+    execute format('alter table taskboard.history detach partition taskboard.%I', names[v_n]);
+    execute format(
+      'insert into taskboard.history select h.* from taskboard.%I as h where h.id = any ($1)',
+      names[v_n]) using v_kept;
+    execute format('drop table taskboard.%I', names[v_n]);
+    v_row := row('dropped ' || names[v_n], v_counts[v_n]);
+    return next v_row;
+  end loop;
 end
 $$;
 
 comment on function taskboard.drop_partitions(text[]) is
-$$Drop days of history, if nobody reads history just now (internal).
-Holds its lock until the transaction ends: called last, and quick however many rows there are.$$;
+$$Drop days of history with their effects; 55P03 when somebody reads it (internal).
+Holds its lock until the transaction ends: called last.$$;
 
 create or replace function taskboard.prune(keep interval default null)
 returns setof taskboard.maintained
@@ -130,20 +144,11 @@ begin
     delete from taskboard.history as h
     using (table old union table stub) as o
     where h.id = o.id and h.finished_at = o.finished_at
-    returning 1
+    returning h.id
+  ), forgotten as (
+    delete from taskboard.effects as e using gone as g where e.job_id = g.id
   )
   select 'single jobs deleted', count(*) into v_row from gone;
-  return next v_row;
-
-  -- Effects go when their job has gone, never before: a retry must find them.
-  with gone as (
-    delete from taskboard.effects as e
-    where e.begun_at < v_before
-      and not exists (select from taskboard.jobs as j where j.id = e.job_id)
-      and not exists (select from taskboard.history as h where h.id = e.job_id)
-    returning 1
-  )
-  select 'effects deleted', count(*) into v_row from gone;
   return next v_row;
 
   with free as (
@@ -172,10 +177,13 @@ begin
       and to_date(substr(c.relname, 9), 'YYYYMMDD') + 1 <= (v_before at time zone 'UTC')::date
     order by c.relname);
   if cardinality(v_days) > 0 then
-    v_row := row(
-      case when taskboard.drop_partitions(v_days) then 'days dropped' else 'days left, busy' end,
-      cardinality(v_days));
-    return next v_row;
+    begin
+      return query select d.step, d.touched from taskboard.drop_partitions(v_days) as d;
+    exception
+      when lock_not_available then
+        v_row := row('days left, history is being read', cardinality(v_days));
+        return next v_row;
+    end;
   end if;
 end
 $$;

@@ -1,0 +1,7 @@
+"""The mutants run tests of the races, with their fixture."""
+
+from __future__ import annotations
+
+from races.conftest import named
+
+__all__ = ["named"]

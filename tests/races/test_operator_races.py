@@ -1,0 +1,254 @@
+"""People and housekeeping against workers: cancel, retry, evict, maintain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import psycopg
+import pytest
+
+from races.sessions import Session, sqlstate
+from support import expire
+
+Named = Callable[[str], Session]
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_cancel_waits_for_a_claim_and_asks_the_new_owner_to_stop(named: Named, end: str) -> None:
+    a, operator = named("A"), named("operator")
+    job_id = a.enqueue()
+    a.begin()
+    job = a.claim()
+    cancel = operator.start("cancel", job_id=job_id).blocks()
+    a.end(end)
+    if end == "commit":
+        assert [row.state for row in cancel.rows()] == ["running"]
+        (renewed,) = a.call("renew", job_id=job_id, lease_token=job.lease_token)
+        assert renewed.cancel_requested
+        assert [
+            row.state for row in a.call("fail", job_id=job_id, lease_token=job.lease_token)
+        ] == ["cancelled"]
+    else:
+        assert [row.state for row in cancel.rows()] == ["cancelled"]
+        assert a.call("claim") == []
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_claim_passes_over_a_job_that_is_just_being_cancelled(named: Named, end: str) -> None:
+    a, operator = named("A"), named("operator")
+    job_id = a.enqueue()
+    operator.begin()
+    operator.call("cancel", job_id=job_id)
+    assert a.at_once("claim") == []
+    operator.end(end)
+    assert len(a.call("claim")) == (0 if end == "commit" else 1)
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_forced_cancel_and_completion_exclude_each_other(named: Named, end: str) -> None:
+    a, operator = named("A"), named("operator")
+    job_id = a.enqueue()
+    job = a.claim()
+    operator.begin()
+    operator.call("cancel", job_id=job_id, force=True)
+    completion = a.start("complete", job_id=job_id, lease_token=job.lease_token).blocks()
+    operator.end(end)
+    assert len(completion.rows()) == (0 if end == "commit" else 1)
+    state = "cancelled" if end == "commit" else "completed"
+    assert a.sql("select state from taskboard.history") == [(state,)]
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_cancel_behind_a_completion_reports_how_the_job_ended(named: Named, end: str) -> None:
+    a, operator = named("A"), named("operator")
+    job_id = a.enqueue()
+    job = a.claim()
+    a.begin()
+    a.call("complete", job_id=job_id, lease_token=job.lease_token)
+    cancel = operator.start("cancel", job_id=job_id, force=True).blocks()
+    a.end(end)
+    state = "completed" if end == "commit" else "cancelled"
+    assert [row.state for row in cancel.rows()] == [state]
+    assert a.sql("select state from taskboard.history") == [(state,)]
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_two_retries_at_once_bring_one_job_back(named: Named, end: str) -> None:
+    a, b = named("A"), named("B")
+    job_id = a.enqueue()
+    a.call("cancel", job_id=job_id)
+    a.begin()
+    a.call("retry", job_id=job_id)
+    second = b.start("retry", job_id=job_id).blocks()
+    a.end(end)
+    assert [row.state for row in second.rows()] == ["ready"]
+    assert a.sql("select count(*) from taskboard.jobs") == [(1,)]
+    assert a.sql("select count(*) from taskboard.history") == [(0,)]
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_repeated_completion_behind_a_retry_gets_its_row_only_if_that_rolls_back(
+    named: Named, end: str
+) -> None:
+    a, operator = named("A"), named("operator")
+    job_id = a.enqueue()
+    job = a.claim()
+    done = a.call("complete", job_id=job_id, lease_token=job.lease_token)
+    operator.begin()
+    operator.call("retry", job_id=job_id)
+    # A repeat reads; it neither waits for the retry nor undoes it.
+    assert a.at_once("complete", job_id=job_id, lease_token=job.lease_token) == done
+    operator.end(end)
+    repeat = a.call("complete", job_id=job_id, lease_token=job.lease_token)
+    assert repeat == ([] if end == "commit" else done)
+
+
+def test_retry_failed_beside_a_worker_that_retried_one_of_them_brings_the_rest_back(
+    named: Named,
+) -> None:
+    a, operator = named("A"), named("operator")
+    jobs = [a.enqueue() for _ in range(2)]
+    for job in a.call("claim", max_jobs=2):
+        a.call("fail", job_id=job.job_id, lease_token=job.lease_token, permanent=True)
+    a.begin()
+    a.call("retry", job_id=jobs[0])
+    bulk = operator.start("retry_failed").blocks()
+    a.claim()
+    a.end("commit")
+    assert jobs[1] in {row.job_id for row in bulk.rows()}
+
+
+def test_retry_failed_and_a_batch_of_completions_do_not_deadlock_over_serial_keys(
+    named: Named,
+) -> None:
+    a, operator, producer = named("A"), named("operator"), named("producer")
+    for by in (a, operator):
+        by.sql("set deadlock_timeout = '50ms'")
+    for key in ("t", "s"):
+        a.enqueue(serial_key=key)
+        job = a.claim()
+        a.call("fail", job_id=job.job_id, lease_token=job.lease_token, permanent=True)
+    for key in ("s", "t"):
+        a.enqueue(serial_key=key)
+    jobs = a.call("claim", max_jobs=2)
+    producer.begin()
+    producer.enqueue(serial_key="s")
+    batch = a.start(
+        "complete_many",
+        job_ids=[job.job_id for job in jobs],
+        lease_tokens=[job.lease_token for job in jobs],
+    ).blocks()
+    bulk = operator.start("retry_failed").blocks()
+    producer.end("commit")
+    assert len(batch.rows()) == 2
+    assert len(bulk.rows()) == 2
+
+
+def test_retry_failed_passes_over_the_second_of_two_jobs_with_one_unique_key(
+    named: Named,
+) -> None:
+    a = named("A")
+    for _ in range(2):
+        job_id = a.enqueue(unique_key="u")
+        job = a.claim()
+        a.call("fail", job_id=job_id, lease_token=job.lease_token, permanent=True)
+    assert len(a.call("retry_failed")) == 1
+    assert a.sql("select count(*) from taskboard.jobs") == [(1,)]
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_retry_of_a_job_that_is_just_being_retried_and_claimed_is_refused(
+    named: Named, end: str
+) -> None:
+    a, operator = named("A"), named("operator")
+    job_id = a.enqueue()
+    a.call("cancel", job_id=job_id)
+    a.begin()
+    a.call("retry", job_id=job_id)
+    a.claim()
+    second = operator.start("retry", job_id=job_id).blocks()
+    a.end(end)
+    if end == "commit":
+        assert sqlstate(second) == "TB003"
+    else:
+        assert [row.state for row in second.rows()] == ["ready"]
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_eviction_waits_for_a_completion_and_lapses_only_what_is_left(
+    named: Named, end: str
+) -> None:
+    a, operator = named("A"), named("operator")
+    for _ in range(2):
+        a.enqueue()
+    first, second = a.call("claim", max_jobs=2, worker="dead")
+    a.begin()
+    a.call("complete", job_id=first.job_id, lease_token=first.lease_token)
+    evict = operator.start("evict", worker="dead").blocks()
+    a.end(end)
+    lapsed = {second.job_id} if end == "commit" else {first.job_id, second.job_id}
+    assert {row.job_id for row in evict.rows()} == lapsed
+    assert {job.job_id for job in a.call("claim", max_jobs=5)} == lapsed
+
+
+def test_eviction_behind_a_reclaim_leaves_the_new_lease_alone(named: Named) -> None:
+    a, b, operator = named("A"), named("B"), named("operator")
+    job_id = a.enqueue()
+    a.claim(worker="dead")
+    b.begin()
+    b.sql("update taskboard.jobs set claimable_at = clock_timestamp()")
+    theirs = b.claim(worker="alive")
+    evict = operator.start("evict", worker="dead").blocks()
+    b.end("commit")
+    assert evict.rows() == []
+    assert len(b.call("renew", job_id=job_id, lease_token=theirs.lease_token)) == 1
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_housekeeping_passes_over_an_exhausted_job_that_somebody_holds(
+    named: Named, end: str
+) -> None:
+    a, keeper = named("A"), named("keeper")
+    job_id = a.enqueue(max_lost_leases=1)
+    job = a.claim()
+    expire(a.conn, job_id)
+    a.begin()
+    a.call("require_lease", job_id=job_id, lease_token=job.lease_token)
+    keeper.at_once("maintain")
+    assert [row.state for row in keeper.call("job", job_id=job_id)] == ["expired"]
+    a.end(end)
+    keeper.call("maintain")
+    assert [row.state for row in keeper.call("job", job_id=job_id)] == ["failed"]
+
+
+def test_housekeeping_in_two_sessions_at_once_does_not_wait(named: Named) -> None:
+    a, b = named("A"), named("B")
+    a.begin()
+    a.call("maintain")
+    b.at_once("maintain")
+    a.end("commit")
+
+
+def test_pause_does_not_wait_for_work_and_work_does_not_wait_for_a_pause(named: Named) -> None:
+    a, operator = named("A"), named("operator")
+    for _ in range(2):
+        a.enqueue()
+    a.begin()
+    job = a.claim()
+    operator.begin()
+    operator.at_once("pause", queue="default")
+    operator.at_once("pause")
+    assert len(a.at_once("complete", job_id=job.job_id, lease_token=job.lease_token)) == 1
+    a.end("commit")
+    assert len(a.at_once("claim")) == 1
+    assert len(a.at_once("enqueue", kind="k")) == 1
+    operator.end("commit")
+    assert a.call("claim") == []
+
+
+@pytest.mark.parametrize("verb", ["cancel", "retry"])
+def test_job_that_nobody_knows_is_TB002(named: Named, verb: str) -> None:
+    a = named("A")
+    with pytest.raises(psycopg.Error) as refused:
+        a.call(verb, job_id="00000000-0000-7000-8000-000000000000")
+    assert refused.value.sqlstate == "TB002"
