@@ -107,7 +107,10 @@ class Retry(Outcome):
 
 
 class Release(Outcome):
-    """Give the job back without charging a failure: not yet, or rate limited."""
+    """Give the job back without charging a failure: not yet, or rate limited.
+
+    It can be claimed again after `delay`, by default a second.
+    """
 
     def __init__(self, reason: str, *, delay: timedelta | None = None) -> None:
         super().__init__(reason)

@@ -1,0 +1,100 @@
+"""What the runner is told: environment and arguments, checked once, before anything starts."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Self
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict
+
+ENVIRONMENT = {
+    "database_url": "TASKBOARD_DATABASE_URL",
+    "listen_url": "TASKBOARD_LISTEN_URL",
+    "smtp_url": "TASKBOARD_SMTP_URL",
+    "mail_from": "TASKBOARD_MAIL_FROM",
+    "stripe_api_key": "STRIPE_API_KEY",
+    "stripe_base": "TASKBOARD_STRIPE_BASE",
+}
+
+
+class SettingsError(Exception):
+    """A setting that cannot work. `hint` says what to do about it."""
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything that can be chosen about a runner.
+
+    An empty `database_url` leaves the choice to libpq's PG* variables. `poll` and `grace` are
+    seconds; `poll` is 5 with LISTEN and 1 without unless given. No `lease` means that the
+    database decides. No `queues` means all of them, no `kinds` all that have a handler.
+    """
+
+    database_url: str = field(default="", repr=False)
+    listen_url: str | None = field(default=None, repr=False)
+    smtp_url: str | None = field(default=None, repr=False)
+    mail_from: str | None = None
+    stripe_api_key: str | None = field(default=None, repr=False)
+    stripe_base: str | None = None
+    pool: int = 10
+    concurrency: int | None = None
+    queues: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+    lease: timedelta | None = None
+    poll: float | None = None
+    listen: bool = True
+    grace: float = 25.0
+    worker: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")
+    until_empty: bool = False
+    log_json: bool = False
+
+    @classmethod
+    def load(cls, environ: Mapping[str, str] = os.environ, **arguments: Any) -> Self:
+        """Read the environment; arguments that are not None go before it. Raises SettingsError."""
+        found = {name: environ[key] for name, key in ENVIRONMENT.items() if environ.get(key)}
+        return cls(**found | {k: v for k, v in arguments.items() if v is not None})
+
+    @property
+    def slots(self) -> int:
+        """How many handlers may run at once, which is also the largest batch of a claim."""
+        return self.concurrency or self.pool - 2
+
+    def __post_init__(self) -> None:
+        for name in ("database_url", "listen_url"):
+            try:
+                conninfo_to_dict(getattr(self, name) or "")
+            except psycopg.Error:  # its text would show the password
+                raise SettingsError(
+                    f"{ENVIRONMENT[name]} cannot be read as a PostgreSQL URL",
+                    "write postgresql://user:password@host:5432/database; quote special characters",
+                ) from None
+        if not 3 <= self.pool <= 1002:
+            raise SettingsError(
+                f"a pool of {self.pool} is out of bounds: a batch is at most pool - 2, because one"
+                " connection renews the leases and one claims and settles",
+                "give --pool 3 to 1002; the default is 10",
+            )
+        if self.concurrency is not None and not 1 <= self.concurrency <= self.pool - 2:
+            raise SettingsError(
+                f"concurrency {self.concurrency} does not fit a pool of {self.pool}",
+                f"give 1 to {self.pool - 2} (pool - 2), or a larger --pool",
+            )
+        for name, least, most in (("poll", 0.05, 60.0), ("grace", 0.0, 86400.0)):
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise SettingsError(
+                    f"{name} {value:g} is out of bounds", f"give {least:g} to {most:g} seconds"
+                )
+        if self.lease is not None and not 0.1 <= self.lease.total_seconds() <= 86400:
+            raise SettingsError("the lease is out of bounds", "give 0.1 seconds to 24 hours")
+        if not all(self.queues + self.kinds) or not 1 <= len(self.worker) <= 200:
+            raise SettingsError("a queue, kind or worker has no name", "give 1 to 200 characters")
