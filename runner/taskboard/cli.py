@@ -1,0 +1,407 @@
+"""The command `taskboard`: arguments, and which part of the package does the work.
+
+Everything heavy is imported by the command that needs it, so that help comes at once. Databases
+and keys come from the environment alone: arguments can be read by every user of a machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import taskboard
+
+if TYPE_CHECKING:
+    from taskboard.settings import Settings
+
+OK, FAILED, USAGE = 0, 1, 2
+UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
+DURATION = re.compile(r"(\d+(?:\.\d*)?)(ms|s|m|h|d)?")
+MAIL = """'{"to": "ann@example.com", "subject": "Hello", "text": "Hi"}'"""
+
+ENVIRONMENT = """\
+environment:
+  TASKBOARD_DATABASE_URL   postgresql://user:password@host/database; without it (and without
+                           PGHOST, PGDATABASE and PGSERVICE) an embedded PostgreSQL is used
+  TASKBOARD_LISTEN_URL     the server itself, where the URL above leads to a pooler
+  TASKBOARD_DATA           the folder of the embedded PostgreSQL
+  TASKBOARD_SMTP_URL, TASKBOARD_MAIL_FROM          needed for jobs of the kind email
+  STRIPE_API_KEY, TASKBOARD_STRIPE_BASE            needed for jobs of the kind stripe
+"""
+
+
+class UsageError(Exception):
+    """What was asked cannot be done like that."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return its exit code: 0, 1 it failed, 2 it was not understood.
+
+    `run --until-empty` returns 3 when a job failed.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    # psql has its own way with arguments: they are passed on as they are.
+    passed_on = given[1:] if given[:1] == ["psql"] and given[1:] != ["--help"] else []
+    arguments = make_parser().parse_args(given[: len(given) - len(passed_on)])
+    arguments.passed_on = passed_on
+    try:
+        return int(arguments.command(arguments))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except _expected() as exc:
+        return _explain(exc)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Describe the command line."""
+    from taskboard.console import register
+
+    parser = argparse.ArgumentParser(
+        prog="taskboard", description="A job queue inside PostgreSQL.", epilog=ENVIRONMENT,
+        allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"taskboard {taskboard.version()}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(name: str, function: Any, summary: str, example: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name, help=summary, description=summary, epilog=f"example:\n  {example}",
+            allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        sub.set_defaults(command=function)
+        return sub
+
+    sub = command(
+        "demo", demo, "see a dead worker's jobs come back, on a throwaway database",
+        "taskboard demo --step",
+    )  # fmt: skip
+    sub.add_argument("--step", action="store_true", help="wait for Enter before each step")
+
+    sub = command(
+        "migrate", migrate, "install or upgrade Taskboard in the database",
+        "TASKBOARD_DATABASE_URL=postgresql://ann@localhost/shop taskboard migrate",
+    )  # fmt: skip
+    sub.add_argument(
+        "--wait", type=duration, default=timedelta(seconds=60), metavar="DURATION",
+        help="how long to wait for others who migrate, or hold a lock (60s)",
+    )  # fmt: skip
+
+    sub = command("run", run, "run jobs", "taskboard run shop.jobs --queue orders --pool 20")
+    sub.add_argument(
+        "modules", nargs="*", metavar="MODULE", help="a module with @handler functions"
+    )
+    sub.add_argument("--queue", dest="queues", action="append", help="only this queue (repeatable)")
+    sub.add_argument("--kind", dest="kinds", action="append", help="only this kind (repeatable)")
+    sub.add_argument("--pool", type=int, metavar="N", help="connections; handlers get N - 2 (10)")
+    sub.add_argument("--concurrency", type=int, metavar="N", help="handlers at once (pool - 2)")
+    sub.add_argument("--lease", type=duration, metavar="DURATION", help="instead of the job's own")
+    sub.add_argument(
+        "--grace", type=duration, metavar="DURATION", help="for handlers to end in, at a stop (25s)"
+    )
+    sub.add_argument(
+        "--poll", type=duration, metavar="DURATION",
+        help="look for jobs this often (5s, or 1s without LISTEN)",
+    )  # fmt: skip
+    sub.add_argument("--no-listen", action="store_true", help="poll only, say behind a pooler")
+    sub.add_argument("--worker", metavar="NAME", help="this runner's name (host and process id)")
+    sub.add_argument(
+        "--until-empty", action="store_true",
+        help="stop when nothing is ready: exit code 0, or 3 when something failed",
+    )  # fmt: skip
+    sub.add_argument(
+        "--dev", action="store_true",
+        help="use an SMTP and a Stripe server of our own, and print each mail and charge",
+    )  # fmt: skip
+    sub.add_argument("--log-json", action="store_true", help="log one JSON object a line")
+
+    sub = command("enqueue", enqueue, "add a job, print its id", f"taskboard enqueue email {MAIL}")
+    sub.add_argument("kind", metavar="KIND", help="which handler: email, stripe, or one of yours")
+    sub.add_argument(
+        "payload", nargs="?", default="{}", metavar="PAYLOAD", help="JSON; - reads it from stdin"
+    )
+    sub.add_argument("--queue", help="default")
+    sub.add_argument("--priority", type=int, metavar="0-9", help="lower runs first (5)")
+    sub.add_argument("--delay", type=duration, metavar="DURATION", help="run it this much later")
+    sub.add_argument("--run-at", metavar="TIMESTAMP", help="run it then: 2026-07-01T08:00:00+02:00")
+    sub.add_argument(
+        "--unique-key", metavar="KEY", help="at most one job of the kind lives with it"
+    )
+    sub.add_argument(
+        "--unique-for", type=duration, metavar="DURATION", help="keep the key this long, at least"
+    )
+    sub.add_argument("--serial-key", metavar="KEY", help="jobs with it run one after the other")
+    sub.add_argument("--max-attempts", type=int, metavar="N", help="failures until it is given up")
+    sub.add_argument("--lease", type=duration, metavar="DURATION", help="how long a claim lasts")
+    sub.add_argument(
+        "--timeout", type=duration, metavar="DURATION", help="longest run of an attempt"
+    )
+    sub.add_argument(
+        "--on-unknown", choices=("retry", "hold"),
+        help="when nobody knows whether its effect happened: repeat it, or ask a person",
+    )  # fmt: skip
+    sub.add_argument(
+        "--lines", action="store_true", help="a job for each line of JSON; PAYLOAD must be -"
+    )
+    sub.add_argument("--json", action="store_true", help="print an object, with `created`")
+    sub.add_argument("--show-sql", action="store_true", help="print the SQL, do nothing")
+
+    command(
+        "psql", psql, "open psql on the database; what follows is for psql",
+        "taskboard psql -c 'select * from taskboard.queue_stats'",
+    )  # fmt: skip
+    register(command)
+    return parser
+
+
+def duration(text: str) -> timedelta:
+    """Read 90, 90s, 1.5m, 2h, 7d, 500ms."""
+    if found := DURATION.fullmatch(text):
+        try:
+            return timedelta(seconds=float(found[1]) * UNITS[found[2] or "s"])
+        except OverflowError:
+            pass
+    raise argparse.ArgumentTypeError(f"{text!r} is no duration: write 90s, 5m, 2h or 7d")
+
+
+def demo(arguments: argparse.Namespace) -> int:
+    from taskboard import demo
+
+    return demo.main(step=arguments.step)
+
+
+def migrate(arguments: argparse.Namespace) -> int:
+    from taskboard.settings import Settings
+
+    with database(Settings.load(), migrated=False) as settings:
+        url = settings.listen_url or settings.database_url
+        done = bring_up_to_date(url, wait=arguments.wait.total_seconds())
+    print(done or f"taskboard {taskboard.version()}: already up to date")
+    return OK
+
+
+def bring_up_to_date(url: str, wait: float = 60.0) -> str:
+    """Migrate a database; answer what was done, if anything."""
+    from taskboard.migrate import migrate
+
+    report = migrate(url, wait=wait)
+    for notice in report.notices:
+        print(f"note: {notice}", file=sys.stderr)
+    return f"taskboard {report.version}: {', '.join(report.applied)}" if report.applied else ""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from taskboard import worker
+    from taskboard.settings import Settings
+
+    options: dict[str, Any] = {
+        name: getattr(arguments, name)
+        for name in ("pool", "concurrency", "lease", "worker", "until_empty", "log_json")
+    } | {"listen": not arguments.no_listen}
+    for name in ("queues", "kinds"):
+        options[name] = tuple(getattr(arguments, name) or ()) or None
+    for name in ("grace", "poll"):
+        given = getattr(arguments, name)
+        options[name] = None if given is None else given.total_seconds()
+    with ExitStack() as stack:
+        if arguments.dev:
+            options |= stack.enter_context(dev_servers())
+        settings = stack.enter_context(database(Settings.load(**options)))
+        return worker.main(settings, arguments.modules)
+
+
+def enqueue(arguments: argparse.Namespace) -> int:
+    import asyncio
+    import json
+
+    from taskboard import db
+    from taskboard.settings import Settings
+
+    def check(document: str) -> None:
+        json.loads(document, parse_constant=_refuse_constant)
+
+    lines = arguments.lines
+    if lines and (arguments.payload != "-" or arguments.show_sql):
+        raise UsageError("--lines reads standard input: write - for the payload, no --show-sql")
+    payload = sys.stdin.read() if arguments.payload == "-" and not lines else arguments.payload
+    try:
+        check("{}" if lines else payload)
+    except (ValueError, RecursionError) as exc:
+        raise UsageError(f"the payload is not JSON: {exc}") from None
+    options = {
+        name: getattr(arguments, name)
+        for name in ("queue", "priority", "run_at", "unique_key", "serial_key", "max_attempts",
+                     "on_unknown")
+    }  # fmt: skip
+    for name in ("delay", "unique_for", "lease", "timeout"):
+        given = getattr(arguments, name)
+        # In seconds: a day would be an hour more or less when the clocks change.
+        options[name] = None if given is None else f"{given.total_seconds()} seconds"
+    options = {name: value for name, value in options.items() if value is not None}
+
+    if arguments.show_sql:
+        from taskboard.console.verb import statement
+
+        given = {"kind": arguments.kind, "payload": payload} | options
+        print(f"{statement('select * from taskboard.enqueue({call})', given)};")
+        return OK
+    if lines:
+        from taskboard.console.lines import enqueue_lines
+
+        with database(Settings.load()) as settings:
+            url = settings.database_url
+            return enqueue_lines(url, arguments.kind, options, check, arguments.json)
+
+    async def add(url: str) -> tuple[Any, bool]:
+        async with await db.connect(url, "taskboard enqueue") as conn:
+            return await db.enqueue(conn, arguments.kind, payload, **options)
+
+    with database(Settings.load()) as settings:
+        job_id, created = asyncio.run(add(settings.database_url))
+    if arguments.json:
+        print(json.dumps({"job_id": str(job_id), "created": created}))
+    else:
+        print(job_id)
+        if not created:
+            print("note: this job already held the unique key", file=sys.stderr)
+    return OK
+
+
+def psql(arguments: argparse.Namespace) -> int:
+    import shutil
+    import subprocess
+
+    from psycopg import pq
+
+    from taskboard.localpg import binaries
+    from taskboard.settings import Settings
+
+    named = is_named(Settings.load())
+    with database(Settings.load()) as settings:
+        program = shutil.which("psql") if named else None
+        # By environment: arguments would show the password to every user of the machine.
+        options = {
+            option.envvar.decode(): option.val.decode()
+            for option in pq.Conninfo.parse(settings.database_url.encode())
+            if option.envvar and option.val is not None
+        }
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # psql knows what to do with it
+        try:
+            command = [program or binaries() / "psql", *arguments.passed_on]
+            return subprocess.run(command, env=os.environ | options, check=False).returncode
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+def is_named(settings: Settings) -> bool:
+    """Tell whether the environment names a database; else the embedded one is used."""
+    # With PGHOSTADDR, too, we would start one server and then go to another, to migrate that.
+    places = ("PGHOST", "PGHOSTADDR", "PGDATABASE", "PGSERVICE")
+    return bool(settings.database_url or any(os.environ.get(name) for name in places))
+
+
+@contextmanager
+def database(settings: Settings, *, migrated: bool = True) -> Iterator[Settings]:
+    """Answer settings with a database: the named one, or the embedded one, brought up to date."""
+    if is_named(settings):
+        yield settings
+        return
+    from dataclasses import replace
+
+    from taskboard import localpg
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)  # so that the server is left in order
+    with localpg.shared() as local:
+        print(local.hint, file=sys.stderr, flush=True)
+        if migrated and (done := bring_up_to_date(local.dsn)):
+            print(done, file=sys.stderr, flush=True)
+        yield replace(settings, database_url=local.dsn, listen_url=None)
+
+
+@contextmanager
+def dev_servers() -> Iterator[dict[str, str]]:
+    """Run SMTP and Stripe servers of ours in a thread; answer the settings that lead there."""
+    import asyncio
+    from contextlib import AsyncExitStack
+    from threading import Thread
+
+    from taskboard.dev.smtp import DevSmtp, Envelope
+    from taskboard.dev.stripe import Call, DevStripe
+
+    def show_mail(mail: Envelope) -> None:
+        print(f"mail to {', '.join(mail.recipients)}: {mail.message['Subject']}", flush=True)
+
+    def show_call(call: Call) -> None:
+        again = " (the answer of an earlier request)" if call.replayed else ""
+        print(f"stripe {call.method} {call.path}: {call.status}{again}", flush=True)
+
+    async def start() -> dict[str, str]:
+        smtp = await stack.enter_async_context(DevSmtp(on_mail=show_mail))
+        stripe = await stack.enter_async_context(DevStripe(on_charge=show_call))
+        return {
+            "smtp_url": smtp.url,
+            "mail_from": os.environ.get("TASKBOARD_MAIL_FROM") or "taskboard@example.com",
+            "stripe_api_key": "sk_test_taskboard",  # never the real one
+            "stripe_base": stripe.url,
+        }
+
+    # A proxy that the environment names would look for them on its own machine.
+    direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    os.environ["no_proxy"] = f"{direct},127.0.0.1" if direct else "127.0.0.1"
+    loop, stack = asyncio.new_event_loop(), AsyncExitStack()
+    Thread(target=loop.run_forever, name="taskboard-dev", daemon=True).start()
+    try:
+        yield asyncio.run_coroutine_threadsafe(start(), loop).result()
+    finally:
+        asyncio.run_coroutine_threadsafe(stack.aclose(), loop).result(5)
+        loop.call_soon_threadsafe(loop.stop)
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _expected() -> tuple[type[Exception], ...]:
+    """List the errors that are a user's or the weather's, not a bug of ours."""
+    from psycopg import Error
+
+    from taskboard.localpg import LocalError
+    from taskboard.migrate import MigrateError
+    from taskboard.settings import SettingsError
+
+    return UsageError, SettingsError, LocalError, MigrateError, Error
+
+
+def _explain(exc: Exception) -> int:
+    """Say on stderr what went wrong and what helps; return the exit code."""
+    from psycopg import Error
+
+    hint, code = getattr(exc, "hint", None), FAILED
+    message = str(exc).strip()
+    if isinstance(exc, Error):
+        state = exc.sqlstate or ""
+        message = exc.diag.message_primary or message
+        hint = exc.diag.message_hint
+        if state in ("3F000", "42883", "42P01"):
+            message, hint = "Taskboard is not installed in this database", "run: taskboard migrate"
+        code = USAGE if state.startswith("22") else FAILED
+    elif not isinstance(exc, _expected()[2:]):
+        code = USAGE
+    print(f"taskboard: {message}", file=sys.stderr)
+    if hint:
+        print(f"hint: {hint}", file=sys.stderr)
+    return code
