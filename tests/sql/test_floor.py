@@ -44,13 +44,16 @@ Act = Callable[[Db], UUID]
 GAP = 0.006
 """Seconds between two claims of which each looks at the floors: a little over the 5 ms."""
 
+SECOND = 1_000_000
+
 # Floors that rise too early. The first asks nobody. The second asks whether anybody has ended who
 # began after us, instead of whether all have who began before. The third takes "one above the last
 # that ended" for its own id: somebody who still runs may lie at or above that.
 BROKEN: dict[str, list[tuple[str, str]]] = {
     "adopted at once": [
         ("if v_xmin >= v_old[4]::bigint then", "if true then"),
-        ("(taskboard.instant(v_old[3]::bigint), v_old[6]::uuid), ", ""),
+        ("v_floor := taskboard.instant(v_old[3]::bigint);", "v_floor := v_seen;"),
+        ("v_floor_id := v_old[6];", "v_floor_id := v_seen_id;"),
     ],
     "bounded by xmax": [("pg_snapshot_xmin(", "pg_snapshot_xmax(")],
     "xmax for its own id": [
@@ -95,13 +98,9 @@ def give_hint(session: Db, lane: int, text: str) -> None:
 
 def floor_age(session: Db) -> float:
     """How many seconds ago the lowest of a session's floors lies; infinite without one."""
-    rows = query(
-        session,
-        "select extract(epoch from clock_timestamp() - nullif(taskboard.read_floor("
-        " current_setting('taskboard.lane_' || id, true), clock_timestamp()), '-infinity'))::float"
-        " as age from taskboard.lanes",
-    )
-    return max(float("inf") if row["age"] is None else float(row["age"]) for row in rows)
+    now = clock(session).timestamp()
+    floors = [parts(session, lane)[:1] for lane in lanes(session)]
+    return max(now - int(floor[0]) / SECOND if floor else float("inf") for floor in floors)
 
 
 def ids(jobs: list[Row]) -> list[UUID]:
@@ -541,11 +540,11 @@ def finish(conn: Db, queue: str, patience: float) -> None:
 
 
 def hidden(
-    db: Db, connect: Connect, *, queues: int, producers: int, helpers: int, longest: float,
+    db: Db, connect: Connect, *, queues: int, producers: int, others: int, longest: float,
     pause: float, seconds: float, patience: float = 2.0,
 ) -> tuple[int, int]:  # fmt: skip
     """Run a load. Of each queue one session completes jobs, so that what is hidden from it stays;
-    helpers claim and give back only. Tells how many jobs there were and how many were never found.
+    others claim and give back only. Tells how many jobs there were and how many were never found.
     """
     for name in ("max_attempts", "max_lost_leases"):
         set_default(db, name, 1_000_000)
@@ -560,7 +559,7 @@ def hidden(
             threads.submit(work, conn, queue, seed + n, pause, stop)
             for n, (queue, conn) in enumerate(
                 [*finders.items()]
-                + [(f"q{n % queues}", connect(f"helper {n}")) for n in range(helpers)]
+                + [(f"q{n % queues}", connect(f"other {n}")) for n in range(others)]
             )
         ]
         kept = [
@@ -596,7 +595,7 @@ def test_under_a_busy_load_every_job_is_found_by_the_same_sessions(
     db: Db, connect: Connect
 ) -> None:
     jobs, lost = hidden(
-        db, connect, queues=2, producers=3, helpers=2, longest=0.01, pause=0.002, seconds=3
+        db, connect, queues=2, producers=3, others=2, longest=0.01, pause=0.002, seconds=3
     )
     assert jobs > 50 and lost == 0
 
@@ -606,7 +605,7 @@ def test_under_a_quiet_load_every_job_is_found_by_the_same_session(
     db: Db, connect: Connect
 ) -> None:
     jobs, lost = hidden(
-        db, connect, queues=1, producers=1, helpers=0, longest=0.06, pause=0.01, seconds=3
+        db, connect, queues=1, producers=1, others=0, longest=0.06, pause=0.01, seconds=3
     )
     assert jobs > 10 and lost == 0
 
@@ -619,18 +618,20 @@ def test_a_floor_that_rises_too_early_hides_jobs_in_these_tests(
     producer = connect("producer")
     # By the exact steps; somebody else's transaction on this server may spoil a round.
     assert not all(late(db, worker, producer, "enqueue")[1] for _ in range(5))
-    query(db, "delete from taskboard.jobs")
-    # And by chance.
-    jobs, lost = hidden(
-        db, connect, queues=1, producers=1, helpers=0, longest=0.06, pause=0.01, seconds=1.5,
-        patience=0.5,
-    )  # fmt: skip
-    assert jobs > 3 and lost > 0
+    # And by chance, which on a busy machine may need another try.
+    for _ in range(4):
+        for table in ("jobs", "history", "serial_keys"):
+            query(db, f"delete from taskboard.{table}")
+        _, lost = hidden(
+            db, connect, queues=1, producers=1, others=0, longest=0.06, pause=0.01, seconds=1.2,
+            patience=0.3,
+        )  # fmt: skip
+        if lost:
+            return
+    raise AssertionError("no job was hidden")
 
 
 # Hints that cannot be trusted.
-
-SECOND = 1_000_000
 
 # A hint begins with the floor, when it was set, the candidate (microseconds), its transaction id.
 UNTRUE = [
@@ -694,7 +695,7 @@ def test_a_clock_that_stepped_back_while_a_session_slept_hides_a_job_for_a_minut
     db: Db, worker: Db
 ) -> None:
     # Let the minute be short.
-    rewrite(db, "is_hint", [("60000000", "600000")])
+    rewrite(db, "read_floor", [("60000000", "600000")])
     raise_floors(worker)
     step_back(worker, 0.3)
     job_id = enqueue(db)

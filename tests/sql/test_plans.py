@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from verbs import Db, call, claim, own, pairs, query
 
-
 Connect = Callable[..., Db]
 
 MANY = 200_000
@@ -49,7 +48,7 @@ BLOCKED = "'infinity', null, null, null, null, 0, 'turn', 'k' || mod(n, 100), n"
 HELD = "'infinity', null, null, null, null, 1, 'person', null, null"
 
 
-def fill_history(db: Db, count: int = MANY) -> None:
+def fill_history(db: Db, count: int) -> None:
     query(
         db,
         """
@@ -150,7 +149,7 @@ def test_a_claim_costs_the_same_before_and_after_analyze_in_front_of_a_backlog(
     fill(db, LEASED, 50_000, returning=True)
     fill(db, BLOCKED, 50_000, kind="waiting")
     fill(db, HELD, 1_000, kind="waiting")
-    fill_history(db)
+    fill_history(db, 100_000)
     costs = {}
     for when in ("never analyzed", "analyzed"):
         if when == "analyzed":

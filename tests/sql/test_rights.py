@@ -222,7 +222,7 @@ def test_foreign_jobs_look_unknown_to_a_producer(db: Db, caller: Db) -> None:
 def test_a_foreign_job_that_waits_is_not_waited_for(db: Db, limited: Db) -> None:
     job_id = enqueue(db, queue="theirs")
     query(limited, "set statement_timeout = '2 s'")
-    assert call(limited, "wait_for", job_id=job_id, at_most="1 hour") == []
+    assert call(limited, "wait_for", job_id=job_id, at_most="4 minutes") == []
 
 
 def test_figures_show_a_limited_worker_its_own_queues_only(db: Db, limited: Db) -> None:
