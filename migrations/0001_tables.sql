@@ -96,6 +96,7 @@ create table if not exists taskboard.queue_rights (
 create table if not exists taskboard.jobs (
   id uuid not null,
   lane_id integer not null,
+  place integer not null default 0,
   attempt integer not null default 0,
   claimable_at timestamptz not null,
   run_at timestamptz not null,
@@ -132,7 +133,9 @@ create table if not exists taskboard.jobs (
     and (waits_for is null) = isfinite(claimable_at))
 );
 
-create index if not exists jobs_claim on taskboard.jobs (lane_id, claimable_at, id);
+-- Without the id: for a table that looks empty the planner would use this one to find it, and
+-- keep that plan when there are a million.
+create index if not exists jobs_claim on taskboard.jobs (lane_id, claimable_at, place);
 
 create index if not exists jobs_turn
   on taskboard.jobs (serial_key, serial_no) where waits_for = 'turn';
@@ -171,6 +174,7 @@ create table if not exists taskboard.history (
   claimed_at timestamptz,
   lease interval,
   timeout interval,
+  unique_until_claim boolean,
   state text not null,
   queue text not null,
   kind text not null,

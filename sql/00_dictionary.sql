@@ -10,6 +10,8 @@ comment on column taskboard.jobs.id is
 $$Time-ordered random uuid; its last two bytes are the shard. Never issued twice.$$;
 comment on column taskboard.jobs.lane_id is
 $$Queue, kind and priority in one narrow number; a claimed job moves to the returning lane.$$;
+comment on column taskboard.jobs.place is
+$$Order among jobs that were enqueued in one call.$$;
 comment on column taskboard.jobs.attempt is
 $$How often the job was claimed. Only tells attempts apart; decides nothing.$$;
 comment on column taskboard.jobs.claimable_at is
@@ -57,9 +59,12 @@ $$One ordered stream of jobs per queue, kind and priority, and one for those tha
 Not unique: two first registrations at once make two, and claim reads both.$$;
 comment on column taskboard.lanes."returning" is $$Whether it holds jobs claimed before.$$;
 comment on column taskboard.lanes.returns_to is $$The lane that its jobs move to when claimed.$$;
+comment on column taskboard.lanes.keeps is
+$$A copy of the queue's keep_completed, for the statement that completes.$$;
 
 comment on table taskboard.history is
 $$Finished jobs, one partition per day (UTC); retention drops whole partitions.$$;
+comment on column taskboard.history.finished_at is $$When it ended; picks the partition.$$;
 comment on column taskboard.history.state is $$completed, failed or cancelled.$$;
 comment on column taskboard.history.lease_token is
 $$The token that finished the job; null when an operator or maintenance did.$$;
@@ -77,6 +82,9 @@ comment on column taskboard.effects.result is $$What the other side answered.$$;
 
 comment on table taskboard.unique_keys is
 $$Who holds a unique key: a live job, or until held_until also an ended one.$$;
+comment on column taskboard.unique_keys.live is $$Whether its job still needs the key.$$;
+comment on column taskboard.unique_keys.held_until is
+$$When unique_for ends; null: the key goes with its job.$$;
 comment on table taskboard.serial_keys is
 $$One row per serial key with live jobs; its row lock orders everything about the key.$$;
 comment on column taskboard.serial_keys.turn_of is $$The job that may run.$$;
@@ -85,10 +93,15 @@ comment on column taskboard.serial_keys.last_no is $$The last number drawn.$$;
 
 comment on table taskboard.incidents is
 $$Append-only evidence of what went wrong and of what people did; capped per minute.$$;
+comment on column taskboard.incidents.happened_at is $$When it was written down.$$;
 comment on column taskboard.incidents.what is
 $$write_refused, lease_lapsed, job_exhausted, job_held, evidence_arrived, job_resolved,
-cancel_requested, job_cancelled, job_retried, worker_evicted, queue_paused, queue_resumed.$$;
+cancel_requested, job_cancelled, job_retried, worker_evicted, queue_paused, queue_resumed,
+queue_limited.$$;
+comment on column taskboard.incidents.worker is $$The worker it is about; null: none.$$;
 comment on column taskboard.incidents.by_role is $$The role that made the call.$$;
+comment on column taskboard.incidents.detail is
+$$For people: reason, step or numbers, at most 1,000 characters.$$;
 
 comment on table taskboard.queues is $$Queues with options of their own; others need no row.$$;
 comment on column taskboard.queues.paused_at is $$Since when nobody may claim from it.$$;
@@ -102,19 +115,44 @@ comment on column taskboard.queues.keep_failed is
 $$How long failed jobs stay when the rest has gone; null: no longer.$$;
 comment on table taskboard.schedules is
 $$What to enqueue at the occurrences of a cron rule; runners advance it by compare and set.$$;
+comment on column taskboard.schedules.cron is $$Five fields; the runner reads them.$$;
+comment on column taskboard.schedules.time_zone is $$Whose clock the cron rule means.$$;
 comment on column taskboard.schedules.next_at is
 $$The next occurrence; null until a runner has worked it out.$$;
 comment on column taskboard.schedules.misfire is
 $$What to do about occurrences nobody was there for: skip, one, all.$$;
+comment on column taskboard.schedules.last_at is $$The last occurrence that was enqueued.$$;
+comment on column taskboard.schedules.last_job_id is $$The job of that occurrence.$$;
 comment on table taskboard.queue_starts is $$Recent claims from queues with a rate.$$;
+comment on column taskboard.queue_starts.started_at is $$When they were counted, after the claim.$$;
+comment on column taskboard.queue_starts.jobs is $$How many jobs were claimed then.$$;
 comment on table taskboard.queue_rights is
 $$Roles that may use only named queues; roles without a row here may use all.$$;
+comment on column taskboard.queue_rights.role is $$By its oid: a renamed role stays limited.$$;
 comment on table taskboard.settings is $$One row: defaults and limits of this database.$$;
+comment on column taskboard.settings.backoff is
+$$Wait before the first retry; doubles with each failure, +- 25 %.$$;
+comment on column taskboard.settings.backoff_max is $$Longest such wait, before the +- 25 %.$$;
+comment on column taskboard.settings.payload_bytes is
+$$Most bytes of one payload, headers or result.$$;
+comment on column taskboard.settings.error_bytes is $$Longer errors are cut to this.$$;
 comment on column taskboard.settings.claim_jobs is $$Most jobs in one claim or batch call.$$;
 comment on column taskboard.settings.bulk_jobs is $$Most jobs in one enqueue_many.$$;
+comment on column taskboard.settings.lease_least is
+$$Shortest lease that may be asked for, and shortest timeout of a job.$$;
+comment on column taskboard.settings.lease_most is $$Longest lease that may be asked for.$$;
+comment on column taskboard.settings.delay_most is
+$$Furthest run_at from now; longest delay, retry_in, unique_for, key_valid_for and timeout.$$;
 comment on column taskboard.settings.history is $$How long finished jobs are kept.$$;
+comment on column taskboard.settings.incidents_per_minute is
+$$Most incidents written down in a minute; 0: none.$$;
 comment on column taskboard.settings.notify is $$Whether enqueue may notify sleeping workers.$$;
 comment on column taskboard.settings.shard is $$This database's number, part of each job id.$$;
+comment on column taskboard.settings.queue_rights is
+$$Whether any role is limited to named queues; kept by allow_queue and disallow_queue.$$;
 comment on column taskboard.settings.paused_at is $$Since when all claims are paused.$$;
 comment on table taskboard.migrations is
 $$What was installed, written by every way of installing; functions has the loaded checksum.$$;
+comment on column taskboard.migrations.checksum is
+$$Of the files, written by taskboard migrate; null: loaded by hand with psql.$$;
+comment on column taskboard.migrations.applied_at is $$When it was applied or loaded last.$$;

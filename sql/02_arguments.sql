@@ -20,7 +20,8 @@ end
 $$;
 
 comment on function taskboard.check_name(text, text) is
-$$Refuse a name that is null (22004), empty, too long or unprintable (22023) (internal).$$;
+$$Refuse a name that is null, empty, too long or unprintable (internal).
+Errors: 22004 null, 22023 the others.$$;
 
 create or replace function taskboard.check_span(
   argument text, value interval, lowest interval, highest interval)
@@ -91,7 +92,8 @@ end
 $$;
 
 comment on function taskboard.check_pairs(uuid[], uuid[], integer) is
-$$Refuse arrays of job ids and lease tokens that do not match (22004, 22023) (internal).$$;
+$$Refuse arrays of job ids and lease tokens that do not match (internal).
+Errors: 22004, 22023.$$;
 
 create or replace function taskboard.check_names(queues text[], kinds text[])
 returns void
@@ -115,7 +117,8 @@ end
 $$;
 
 comment on function taskboard.check_names(text[], text[]) is
-$$Refuse arrays of names that hold nulls (22004) or are nested (22023) (internal). Null passes.$$;
+$$Refuse arrays of names that hold nulls or are nested (internal).
+Errors: 22004 nulls, 22023 nested. Null passes.$$;
 
 create or replace function taskboard.cut(value text, bytes integer)
 returns text

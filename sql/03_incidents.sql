@@ -74,6 +74,12 @@ security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
+  -- A renewal that meets the worker's own completion is no incident.
+  if note_refusal.verb = 'renew' and taskboard.lease_status(
+    note_refusal.job_id, note_refusal.lease_token) in ('completed_by_you', 'given_back')
+  then
+    return;
+  end if;
   perform taskboard.note_incident(
     'write_refused', note_refusal.job_id, detail => format('%s: %s', note_refusal.verb,
       taskboard.lease_status(note_refusal.job_id, note_refusal.lease_token)));

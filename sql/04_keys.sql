@@ -4,6 +4,9 @@ returns uuid
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
 as $$
 declare
   v_holder taskboard.unique_keys;
@@ -23,7 +26,21 @@ begin
     from taskboard.unique_keys as u
     where u.kind = take_unique_key.kind and u.key = take_unique_key.key;
     if found and (v_holder.live or v_holder.held_until > v_now) then
-      return v_holder.job_id;
+      if not exists (
+        select from taskboard.jobs as j
+        where j.id = v_holder.job_id and j.unique_until_claim and v_holder.live)
+      then
+        return v_holder.job_id;
+      end if;
+      -- It holds the key until it is claimed: nobody may claim it before our transaction, which
+      -- relies on its running later, has committed.
+      perform from taskboard.jobs as j
+      where j.id = v_holder.job_id and j.unique_key is not null
+      for key share;
+      if found then
+        return v_holder.job_id;
+      end if;
+      continue;
     end if;
     update taskboard.unique_keys as u
     set job_id = take_unique_key.job_id, live = true, held_until = take_unique_key.held_until
@@ -62,23 +79,24 @@ end
 $$;
 
 comment on function taskboard.free_unique_key(text, text, uuid) is
-$$Free a finished job's unique key, or leave it held for the rest of unique_for (internal).$$;
+$$Free a job's unique key, or leave it held for the rest of unique_for (internal).$$;
 
-create or replace function taskboard.free_claimed_key(kind text, key text, job_id uuid)
+create or replace function taskboard.free_claimed_key(lane_id integer, key text, job_id uuid)
 returns text
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-  perform taskboard.free_unique_key(
-    free_claimed_key.kind, free_claimed_key.key, free_claimed_key.job_id);
+  perform taskboard.free_unique_key(l.kind, free_claimed_key.key, free_claimed_key.job_id)
+  from taskboard.lanes as l
+  where l.id = free_claimed_key.lane_id;
   return null;
 end
 $$;
 
-comment on function taskboard.free_claimed_key(text, text, uuid) is
-$$Free the unique key of a job that holds it only until it is claimed; null (internal).
+comment on function taskboard.free_claimed_key(integer, text, uuid) is
+$$Free the unique key of a job that holds it only until claimed; null (internal).
 Called from inside the claiming update, so that a claim of other jobs pays nothing.$$;
 
 create or replace function taskboard.join_serial_key(
@@ -115,8 +133,8 @@ end
 $$;
 
 comment on function taskboard.join_serial_key(text, uuid) is
-$$Queue a job up behind its serial key; tell its number and whether it has the turn (internal).
-Locks the key's row until the transaction ends.$$;
+$$Queue a job up behind its serial key (internal).
+Tells its number and whether it has the turn. Locks the key's row until the transaction ends.$$;
 
 create or replace function taskboard.take_turn_lock(key text)
 returns boolean
@@ -138,6 +156,9 @@ returns boolean
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
 as $$
 declare
   v_until timestamptz := clock_timestamp() + make_interval(secs => 5);

@@ -5,6 +5,9 @@ returns timestamptz
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
 as $$
 declare
   v_done record;
@@ -17,12 +20,13 @@ begin
   )
   insert into taskboard.history as h (
     id, finished_at, attempt, priority, failures, lost_leases, max_attempts, max_lost_leases,
-    lease_token, run_at, created_at, claimed_at, lease, timeout, state, queue, kind, on_unknown,
-    finished_by, unique_key, serial_key, error, headers, payload)
+    lease_token, run_at, created_at, claimed_at, lease, timeout, unique_until_claim, state, queue,
+    kind, on_unknown, finished_by, unique_key, serial_key, error, headers, payload)
   select
     g.id, clock_timestamp(), g.attempt, g.priority, g.failures, g.lost_leases, g.max_attempts,
     g.max_lost_leases, finish.lease_token, g.run_at, g.created_at, g.claimed_at, g.lease, g.timeout,
-    finish.state, g.queue, g.kind, g.on_unknown, coalesce(finish.finished_by, g.leased_by),
+    g.unique_until_claim, finish.state, g.queue, g.kind, g.on_unknown,
+    coalesce(finish.finished_by, g.leased_by),
     g.unique_key, g.serial_key, coalesce(finish.error, g.last_error), g.headers, g.payload
   from gone as g
   returning h.finished_at, h.kind, h.unique_key, h.serial_key into v_done;
@@ -101,7 +105,8 @@ end
 $$;
 
 comment on function taskboard.free_held(uuid) is
-$$Make a held job ready (internal). The caller holds the job's row for update.$$;
+$$Make a held job ready (internal).
+The caller holds the job's row for update.$$;
 
 create or replace function taskboard.end_failed(
   job_id uuid, lease_token uuid, error text, finished_by text default null)
@@ -128,7 +133,8 @@ end
 $$;
 
 comment on function taskboard.end_failed(uuid, uuid, text, text) is
-$$End a job as failed, or hold it when an effect's outcome is unknown under hold (internal).
+$$End a job as failed, or hold it when an effect's outcome is unknown (internal).
+Held only under on_unknown hold.
 The caller holds the job's row for update, and before it the row of its serial key.$$;
 
 create or replace function taskboard.finish_exhausted(job_ids uuid[])
@@ -139,21 +145,27 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
   v_job record;
+  v_most integer;
   v_state text;
   v_finished bigint := 0;
 begin
+  if cardinality(finish_exhausted.job_ids) = 0 then
+    return 0;
+  end if;
+  select s.max_lost_leases into v_most from taskboard.settings as s;
   for v_job in
     select j.id, j.leased_by, j.lost_leases, j.cancel_requested_at, j.cancel_reason, j.serial_key,
       l.queue, l.kind
-    from taskboard.jobs as j
+    from (
+      select w.id from unnest(finish_exhausted.job_ids) as w (id) order by w.id) as w
+    cross join lateral (
+      select p.*
+      from taskboard.jobs as p
+      where p.id = w.id and p.lease_token is not null and p.claimable_at <= clock_timestamp()
+        and (p.lost_leases + 1 >= coalesce(p.max_lost_leases, v_most)
+          or p.cancel_requested_at is not null)
+      for update skip locked) as j
     join taskboard.lanes as l on l.id = j.lane_id
-    cross join taskboard.settings as s
-    where j.id = any (finish_exhausted.job_ids)
-      and j.lease_token is not null and j.claimable_at <= clock_timestamp()
-      and (j.lost_leases + 1 >= coalesce(j.max_lost_leases, s.max_lost_leases)
-        or j.cancel_requested_at is not null)
-    order by j.id
-    for update of j skip locked
   loop
     if v_job.serial_key is not null then
       -- The key comes before the job; here the job is locked already, so never wait.
@@ -179,5 +191,6 @@ end
 $$;
 
 comment on function taskboard.finish_exhausted(uuid[]) is
-$$End jobs whose lease lapsed once too often, or lapsed after a cancel; return how many (internal).
+$$End jobs that lost their lease once too often; return how many (internal).
+Also those whose lease lapsed after a cancel was asked for.
 Skips a job whose row or serial key somebody else holds just now.$$;

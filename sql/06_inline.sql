@@ -67,44 +67,6 @@ return 'epoch'::timestamptz + microseconds * '1 microsecond'::interval;
 comment on function taskboard.instant(bigint) is
 $$Turn microseconds since 1970 into an instant, exactly (internal).$$;
 
--- A hint that is unreadable, from the future, or over a minute old is no hint. Its parts: the
--- floor, when it was set, the candidate (microseconds), the candidate's transaction id, and the
--- job ids of floor and candidate.
-create or replace function taskboard.is_hint(hint text, at timestamptz)
-returns boolean
-language sql
-immutable
-return case when hint
-    ~ '^(\d{1,16}/){3}\d{1,18}(/[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}){2}$' then
-  split_part(hint, '/', 2)::bigint
-    between taskboard.microseconds(at) - 60000000 and taskboard.microseconds(at)
-  and greatest(split_part(hint, '/', 1)::bigint, split_part(hint, '/', 3)::bigint)
-    <= split_part(hint, '/', 2)::bigint
-  else false end;
-
-comment on function taskboard.is_hint(text, timestamptz) is
-$$Tell whether a session's note about a lane may be trusted at this instant (internal).$$;
-
-create or replace function taskboard.read_floor(hint text, at timestamptz)
-returns timestamptz
-language sql
-immutable
-return case when taskboard.is_hint(hint, at)
-  then taskboard.instant(split_part(hint, '/', 1)::bigint) else '-infinity' end;
-
-comment on function taskboard.read_floor(text, timestamptz) is
-$$Tell before which instant a lane has no claimable row, by a session's hint (internal).$$;
-
-create or replace function taskboard.read_floor_id(hint text, at timestamptz)
-returns uuid
-language sql
-immutable
-return case when taskboard.is_hint(hint, at)
-  then split_part(hint, '/', 5)::uuid else '00000000-0000-0000-0000-000000000000' end;
-
-comment on function taskboard.read_floor_id(text, timestamptz) is
-$$Tell before which job id, at the floor's very instant, there is no claimable row (internal).$$;
-
 create or replace function taskboard.floors_due(hint text, at timestamptz)
 returns boolean
 language sql

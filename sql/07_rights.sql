@@ -87,7 +87,8 @@ as $$
 $$;
 
 comment on function taskboard.own_tokens(uuid[], uuid[]) is
-$$Replace the tokens of jobs in queues that the caller may not use by ones nobody has (internal).$$;
+$$Replace tokens of jobs in queues that the caller may not use (internal).
+The new ones are nobody's.$$;
 
 create or replace function taskboard.allow_queue(role_name text, queue text)
 returns void
@@ -110,7 +111,8 @@ end
 $$;
 
 comment on function taskboard.allow_queue(text, text) is
-$$Limit a role to named queues: it may use this one, and no other that is not allowed.
+$$Limit a role to named queues, and allow it this one.
+It may use no other that is not allowed.
 Holds for logins that are members of the role, and after set role both for the login and the role.
 Superusers are not limited. Errors: 22004, 22023. For the owner alone.$$;
 
@@ -130,5 +132,5 @@ end
 $$;
 
 comment on function taskboard.disallow_queue(text, text) is
-$$Take an allowed queue from a role; a role without any is not limited any more.
-For the owner alone.$$;
+$$Take an allowed queue from a role.
+A role without any is not limited any more. For the owner alone.$$;

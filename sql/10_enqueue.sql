@@ -41,7 +41,8 @@ end
 $$;
 
 comment on function taskboard.register_lane(text, text, integer) is
-$$Find or make the lane for fresh jobs of a queue, kind and priority; return its id (internal).
+$$Find or make the lane for fresh jobs of a queue, kind and priority (internal).
+Returns its id.
 Raises 22004, 22023 for a bad name or priority.$$;
 
 create or replace function taskboard.check_options(
@@ -109,7 +110,8 @@ $$;
 
 comment on function taskboard.check_options(timestamptz, interval, interval, boolean, integer,
   integer, interval, interval, text, jsonb, text) is
-$$Refuse options of enqueue that are out of bounds or do not go together (22023) (internal).$$;
+$$Refuse options of enqueue that are out of bounds or do not go together (internal).
+Errors: 22023.$$;
 
 create or replace function taskboard.enqueue(
   kind text, payload jsonb default '{}', queue text default 'default', priority integer default 5,
@@ -178,7 +180,7 @@ $$;
 
 comment on function taskboard.enqueue(text, jsonb, text, integer, timestamptz, interval, text,
   interval, text, integer, integer, interval, interval, text, jsonb, text) is
-$$Add one job; return its id, or that of the job that holds the unique key.
+$$Add one job; return its id, or that of the holder of the unique key.
 created tells which. Part of the caller's transaction: nobody sees the job before it commits.
 unique_key: one live job of a kind holds it; with unique_for it stays held that long from now, also
 when the job has ended; unique_until 'claim' frees it already when the job is claimed, so that an

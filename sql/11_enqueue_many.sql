@@ -21,7 +21,8 @@ end
 $$;
 
 comment on function taskboard.check_keys(text, text[], integer) is
-$$Refuse an array of keys that does not match the payloads (22023) (internal). Null passes.$$;
+$$Refuse an array of keys that does not match the payloads (internal).
+Errors: 22023. Null passes.$$;
 
 create or replace function taskboard.enqueue_many(
   kind text, payloads jsonb[], queue text default 'default', priority integer default 5,
@@ -83,14 +84,14 @@ begin
   then
     return query
     insert into taskboard.jobs as j (
-      id, lane_id, claimable_at, run_at, created_at, lease, timeout, max_attempts,
+      id, lane_id, place, claimable_at, run_at, created_at, lease, timeout, max_attempts,
       max_lost_leases, on_unknown, headers, payload)
     select
-      taskboard.new_job_id(v_set.shard, v_now), v_lane, greatest(v_due, v_now), v_due, v_now,
+      taskboard.new_job_id(v_set.shard, v_now), v_lane, p.n, greatest(v_due, v_now), v_due, v_now,
       taskboard.exact(enqueue_many.lease), taskboard.exact(enqueue_many.timeout),
       enqueue_many.max_attempts, enqueue_many.max_lost_leases, enqueue_many.on_unknown,
-      enqueue_many.headers, p
-    from unnest(enqueue_many.payloads) as p
+      enqueue_many.headers, p.payload
+    from unnest(enqueue_many.payloads) with ordinality as p (payload, n)
     returning j.id, true;
     if found and taskboard.somebody_sleeps(enqueue_many.queue) then
       perform taskboard.wake(v_due - v_now);
@@ -172,10 +173,11 @@ begin
   end loop;
   v_now := clock_timestamp(); -- we may have waited for a key
   insert into taskboard.jobs (
-    id, lane_id, claimable_at, run_at, created_at, lease, timeout, max_attempts, max_lost_leases,
+    id, lane_id, place, claimable_at, run_at, created_at, lease, timeout, max_attempts,
+    max_lost_leases,
     serial_no, on_unknown, waits_for, unique_until_claim, unique_key, serial_key, headers, payload)
   select
-    k.id, enqueue_keyed.lane_id,
+    k.id, enqueue_keyed.lane_id, k.n,
     case when k.turn then greatest(enqueue_keyed.due, v_now) else 'infinity' end,
     enqueue_keyed.due, v_now, taskboard.exact(enqueue_keyed.lease),
     taskboard.exact(enqueue_keyed.timeout),
@@ -185,7 +187,8 @@ begin
     enqueue_keyed.headers, k.payload
   from unnest(
     v_ids, v_holders, v_serial_nos, v_turns, enqueue_keyed.unique_keys, enqueue_keyed.serial_keys,
-    enqueue_keyed.payloads) as k (id, holder, serial_no, turn, unique_key, serial_key, payload)
+    enqueue_keyed.payloads) with ordinality
+    as k (id, holder, serial_no, turn, unique_key, serial_key, payload, n)
   where k.holder = k.id;
   -- A job that is blocked, or was there before, wakes nobody.
   perform taskboard.wake(enqueue_keyed.due - v_now)

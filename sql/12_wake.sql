@@ -56,10 +56,11 @@ end
 $$;
 
 comment on function taskboard.listen(text[]) is
-$$Take the channel taskboard on this session, and the mark of a sleeper on these queues.
-Call it on a direct connection, outside a transaction, then claim once more. True: then wait for a
-notification. False: a transaction that may enqueue is still running; claim again and call again
-soon, a little later each time. Null means all queues. A notification is a hint without data.
+$$Listen on this session, and mark it as a sleeper on these queues.
+The channel is taskboard. Call it on a direct connection, outside a transaction, then claim once
+more. True: then wait for a notification. False: a transaction that may enqueue is still running;
+claim again and call again soon, a little later each time. Null means all queues. A notification
+is a hint without data.
 Errors: 22004, 22023. Role: taskboard_worker.$$;
 
 create or replace function taskboard.unlisten()

@@ -19,6 +19,7 @@ declare
   v_set record; -- the settings, and whether some queue is special
   v_lease interval := claim.lease;
   v_open text[] := claim.queues; -- queues without limits, null: all
+  v_from text[]; -- where a round takes from
   v_limited text[];
   v_caps integer[];
   v_left integer;
@@ -45,10 +46,12 @@ begin
     perform taskboard.raise_floors(
       case when v_set.special then v_open || v_limited else v_open end, claim.kinds);
   end if;
-  for v_round in 0..coalesce(cardinality(v_limited), 0) loop
+  -- Limited queues first, as they are bounded; the last round takes from all others.
+  for v_round in reverse coalesce(cardinality(v_limited), 0)..0 loop
     v_left := claim.max_jobs - v_total;
+    v_from := v_open;
     if v_round > 0 then
-      v_open := array[v_limited[v_round]];
+      v_from := array[v_limited[v_round]];
       v_left := least(v_left, v_caps[v_round]);
     end if;
     for v_pass in 1..100 loop
@@ -59,71 +62,75 @@ begin
       -- returning ones. Should their lanes overlap, a second pass fills the batch.
       v_half := case when v_pass = 1 then greatest(v_left / 2, 1) else v_left end;
       return query
-      update taskboard.jobs as j
-      set lane_id = l.returns_to,
-        attempt = j.attempt + 1,
-        -- Read again here: the rows are locked by now, and we may have waited.
-        claimed_at = clock_timestamp(),
-        claimable_at = clock_timestamp() + coalesce(
-          v_lease, j.lease, (select q.lease from taskboard.queues as q where q.name = l.queue),
-          v_set.lease_default),
-        lease_granted = coalesce(
-          v_lease, j.lease, (select q.lease from taskboard.queues as q where q.name = l.queue),
-          v_set.lease_default),
-        lease_token = gen_random_uuid(),
-        leased_by = v_worker,
-        lost_leases = j.lost_leases + (j.lease_token is not null)::integer,
-        lapsed_by = case when j.lease_token is not null
-          then taskboard.note_lapse(j.id, j.lane_id, j.leased_by, j.lost_leases + 1) end,
-        unique_key = case when j.unique_until_claim and j.unique_key is not null
-          then taskboard.free_claimed_key(l.kind, j.unique_key, j.id) else j.unique_key end
-      from taskboard.lanes as l
-      -- An array, because it is evaluated exactly once: a sub-select may be run again per row.
-      where j.id = any (array(
-          select picked.id
-          from (
-            select distinct r.priority
-            from taskboard.lanes as r
-            where (v_open is null or r.queue = any (v_open))
-              and (claim.kinds is null or r.kind = any (claim.kinds))
-            order by r.priority) as level
-          cross join lateral (
-            (select due.id
-            from (values (true, v_half, 0), (false, v_left, 0), (true, v_left, v_half))
-              as side (returning_lane, take, skip)
+      with leased as (
+        update taskboard.jobs as j
+        set lane_id = (select l.returns_to from taskboard.lanes as l where l.id = j.lane_id),
+          attempt = j.attempt + 1,
+          -- Read again here: the rows are locked by now, and we may have waited.
+          claimed_at = clock_timestamp(),
+          claimable_at = clock_timestamp() + coalesce(
+            v_lease, j.lease, case when v_set.queue_leases then taskboard.lane_lease(j.lane_id) end,
+            v_set.lease_default),
+          lease_granted = coalesce(
+            v_lease, j.lease, case when v_set.queue_leases then taskboard.lane_lease(j.lane_id) end,
+            v_set.lease_default),
+          lease_token = gen_random_uuid(),
+          leased_by = v_worker,
+          lost_leases = j.lost_leases + (j.lease_token is not null)::integer,
+          lapsed_by = case when j.lease_token is not null
+            then taskboard.note_lapse(j.id, j.lane_id, j.leased_by, j.lost_leases + 1) end,
+          unique_key = case when j.unique_until_claim and j.unique_key is not null
+            then taskboard.free_claimed_key(j.lane_id, j.unique_key, j.id) else j.unique_key end
+        -- An array, because it is evaluated exactly once: a sub-select may be run again per row.
+        where j.id = any (array(
+            select picked.id
+            from (
+              select distinct r.priority
+              from taskboard.lanes as r
+              where (v_from is null or r.queue = any (v_from))
+                and (claim.kinds is null or r.kind = any (claim.kinds))
+              order by r.priority) as level
             cross join lateral (
-              select c.id
-              from (
-                -- In random order, so that no lane of one priority starves.
-                select r.id, taskboard.read_floor(h.hint, v_now) as floor,
-                  taskboard.read_floor_id(h.hint, v_now) as floor_id
-                from taskboard.lanes as r
-                cross join lateral (
-                  select current_setting('taskboard.lane_' || r.id, true) as hint offset 0) as h
-                where r.priority = level.priority and r.returning = side.returning_lane
-                  and (v_open is null or r.queue = any (v_open))
-                  and (claim.kinds is null or r.kind = any (claim.kinds))
-                order by random()) as lane
+              (select due.id
+              from (values (true, v_half, 0), (false, v_left, 0), (true, v_left, v_half))
+                as side (returning_lane, take, skip)
               cross join lateral (
-                select p.id
-                from taskboard.jobs as p
-                where p.lane_id = lane.id and p.claimable_at <= v_now
-                  and (p.claimable_at, p.id) >= (lane.floor, lane.floor_id)
-                  and not (p.lease_token is not null
-                    and (p.cancel_requested_at is not null
-                      or p.lost_leases + 1 >= coalesce(
-                        p.max_lost_leases, v_set.max_lost_leases)))
-                order by p.lane_id, p.claimable_at, p.id
-                limit side.take + side.skip
-                for update skip locked) as c
-              limit side.take offset side.skip) as due)) as picked
-          limit v_left))
-        and l.id = j.lane_id
-      returning
+                select c.id
+                from (
+                  -- In random order, so that no lane of one priority starves.
+                  select r.id, f.floor, f.floor_place
+                  from taskboard.lanes as r
+                  cross join lateral taskboard.read_floor(
+                    current_setting('taskboard.lane_' || r.id, true), v_now) as f
+                  where r.priority = level.priority and r.returning = side.returning_lane
+                    and (v_from is null or r.queue = any (v_from))
+                    and (claim.kinds is null or r.kind = any (claim.kinds))
+                  order by random()) as lane
+                cross join lateral (
+                  select p.id
+                  from taskboard.jobs as p
+                  where p.lane_id = lane.id and p.claimable_at <= v_now
+                    and (p.claimable_at, p.place) >= (lane.floor, lane.floor_place)
+                    and not (p.lease_token is not null
+                      and (p.cancel_requested_at is not null
+                        or p.lost_leases + 1 >= coalesce(
+                          p.max_lost_leases, v_set.max_lost_leases)))
+                  order by p.lane_id, p.claimable_at, p.place
+                  limit side.take + side.skip
+                  for update skip locked) as c
+                limit side.take offset side.skip) as due)) as picked
+            limit v_left))
+        returning j.*
+      )
+      -- The lanes only here: next to the update the planner may begin with them, and then reads
+      -- all jobs when it made its plan for a few.
+      select
         j.id, j.lease_token, j.claimable_at, j.lease_granted,
         coalesce(j.timeout, v_set.timeout), l.queue, l.kind, j.payload, j.attempt,
         coalesce(j.max_attempts, v_set.max_attempts), j.headers, j.failures, j.lost_leases,
-        l.priority::integer, j.run_at, j.created_at;
+        l.priority::integer, j.run_at, j.created_at
+      from leased as j
+      join taskboard.lanes as l on l.id = j.lane_id;
       get diagnostics v_got = row_count;
       v_left := v_left - v_got;
       v_total := v_total + v_got;
@@ -132,7 +139,7 @@ begin
       end if;
       exit when v_left = 0;
       -- Exhausted jobs are passed over above and ended here; that may hand a turn on.
-      v_ended := taskboard.sweep_exhausted(v_open, claim.kinds, v_now, 100);
+      v_ended := taskboard.sweep_exhausted(v_from, claim.kinds, v_now, 100);
       exit when v_pass > 1 and v_ended = 0;
     end loop;
   end loop;
@@ -154,8 +161,8 @@ Errors: 22004, 22023. Role: taskboard_worker.$$;
 
 create or replace function taskboard.check_claim(
   queues text[], kinds text[], max_jobs integer, lease interval, worker text,
-  out special boolean, out lease_default interval, out timeout interval, out max_attempts integer,
-  out max_lost_leases integer)
+  out special boolean, out queue_leases boolean, out lease_default interval,
+  out timeout interval, out max_attempts integer, out max_lost_leases integer)
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
@@ -174,8 +181,10 @@ begin
   select s.claim_jobs, s.lease_least, s.lease_most, s.lease, s.timeout, s.max_attempts,
     s.max_lost_leases, s.queue_rights or s.paused_at is not null or exists (
       select from taskboard.queues as q
-      where q.paused_at is not null or q.max_running is not null or q.max_starts is not null)
-  into v_most, v_shortest, v_longest, lease_default, timeout, max_attempts, max_lost_leases, special
+      where q.paused_at is not null or q.max_running is not null or q.max_starts is not null),
+    exists (select from taskboard.queues as q where q.lease is not null)
+  into v_most, v_shortest, v_longest, lease_default, timeout, max_attempts, max_lost_leases,
+    special, queue_leases
   from taskboard.settings as s;
   if check_claim.max_jobs is null then
     raise exception using errcode = '22004', message = 'max_jobs must not be null',
@@ -198,9 +207,25 @@ end
 $$;
 
 comment on function taskboard.check_claim(text[], text[], integer, interval, text) is
-$$Refuse arguments of claim that are null or out of bounds (22004, 22023, 0A000) (internal).
+$$Refuse arguments of claim that are null or out of bounds (internal).
 Returns the settings that claim needs, and whether it is special: some queue is paused, limited, or
-reserved for roles.$$;
+reserved for roles. Errors: 22004, 22023, 0A000.$$;
+
+create or replace function taskboard.lane_lease(lane_id integer)
+returns interval
+language sql
+stable
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+  select q.lease
+  from taskboard.lanes as l
+  join taskboard.queues as q on q.name = l.queue
+  where l.id = lane_lease.lane_id
+$$;
+
+comment on function taskboard.lane_lease(integer) is
+$$Return the default lease of a lane's queue, if it has one (internal).$$;
 
 create or replace function taskboard.sweep_exhausted(
   queues text[], kinds text[], now timestamptz, most integer)
@@ -218,15 +243,15 @@ begin
     select c.id
     from taskboard.settings as s
     cross join taskboard.lanes as l
+    cross join lateral taskboard.read_floor(
+      current_setting('taskboard.lane_' || l.id, true), sweep_exhausted.now) as f
     cross join lateral (
       -- Only the first due rows: a look must not cost as much as the backlog is long.
       select p.id, p.lease_token, p.lost_leases, p.max_lost_leases, p.cancel_requested_at
       from taskboard.jobs as p
       where p.lane_id = l.id
-        and p.claimable_at between taskboard.read_floor(
-          current_setting('taskboard.lane_' || l.id, true), sweep_exhausted.now)
-          and sweep_exhausted.now
-      order by p.lane_id, p.claimable_at, p.id
+        and p.claimable_at between f.floor and sweep_exhausted.now
+      order by p.lane_id, p.claimable_at, p.place
       limit sweep_exhausted.most) as c
     where s.one_row and l.returning
       and (sweep_exhausted.queues is null or l.queue = any (sweep_exhausted.queues))
@@ -239,4 +264,4 @@ end
 $$;
 
 comment on function taskboard.sweep_exhausted(text[], text[], timestamptz, integer) is
-$$End exhausted jobs among the first due ones of each lane; return how many (internal).$$;
+$$End exhausted jobs among the first due of each lane; return how many (internal).$$;

@@ -5,6 +5,9 @@ language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '5s'
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
 as $$
 #variable_conflict use_column
 declare
@@ -43,7 +46,8 @@ end
 $$;
 
 comment on function taskboard.renew(uuid, uuid, interval, jsonb) is
-$$Extend an unexpired lease to lease from now; by default as long as it was granted.
+$$Extend an unexpired lease to lease from now.
+lease: by default as long as it was granted.
 Zero rows: you no longer own the job (reclaimed, lapsed, finished, past its timeout): stop working
 and do not complete. cancel_requested: somebody asked to stop; end with fail or release.
 progress: up to 8 kB for job_list, where observers see it.
@@ -56,6 +60,10 @@ language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '5s'
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
 as $$
 declare
   v_set taskboard.settings;
@@ -73,12 +81,17 @@ begin
   end if;
 
   v_locked := array(
-    select j.id
-    from taskboard.jobs as j
-    join unnest(renew_many.job_ids, v_tokens) as w (id, token)
-      on w.id = j.id and w.token = j.lease_token
-    order by j.id
-    for no key update of j skip locked);
+    select k.id
+    from (
+      select w.id, w.token
+      from unnest(renew_many.job_ids, v_tokens) as w (id, token)
+      order by w.id) as w
+    -- Lateral, so that each is found by its id, whatever the planner thinks of the table.
+    cross join lateral (
+      select j.id
+      from taskboard.jobs as j
+      where j.id = w.id and j.lease_token = w.token
+      for no key update skip locked) as k);
   -- The clock after the locks, as in renew.
   v_now := clock_timestamp();
   return query
@@ -91,11 +104,14 @@ begin
   returning j.id, j.claimable_at, j.cancel_requested_at is not null, 'renewed'::text;
   get diagnostics v_renewed = row_count;
   return query
-  select j.id, null::timestamptz, j.cancel_requested_at is not null, 'busy'::text
-  from taskboard.jobs as j
-  join unnest(renew_many.job_ids, v_tokens) as w (id, token)
-    on w.id = j.id and w.token = j.lease_token
-  where j.id <> all (v_locked);
+  select k.id, null::timestamptz, k.cancel_requested, 'busy'::text
+  from unnest(renew_many.job_ids, v_tokens) as w (id, token)
+  cross join lateral (
+    select j.id, j.cancel_requested_at is not null as cancel_requested
+    from taskboard.jobs as j
+    where j.id = w.id and j.lease_token = w.token
+    limit 1) as k
+  where w.id <> all (v_locked);
   if v_renewed < cardinality(renew_many.job_ids) then
     perform taskboard.note_refusal('renew', w.id, w.token)
     from unnest(renew_many.job_ids, v_tokens) as w (id, token)
@@ -108,7 +124,7 @@ end
 $$;
 
 comment on function taskboard.renew_many(uuid[], uuid[], interval) is
-$$Extend many leases in one call; one locked row does not hold up the others.
+$$Extend many leases at once; a locked row does not hold up the others.
 outcome: 'renewed', or 'busy' when the row is locked just now (ask again soon; not lost; no
 lease_expires_at). No row for a job: the lease is lost, as in renew.
 Never waits for a row. Errors: 22004, 22023. Role: taskboard_worker.$$;

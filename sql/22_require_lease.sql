@@ -4,6 +4,9 @@ language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '5s'
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
 as $$
 #variable_conflict use_column
 declare
@@ -26,7 +29,7 @@ end
 $$;
 
 comment on function taskboard.require_lease(uuid, uuid) is
-$$Fence the caller's own transaction: raise TB001 unless the token is current.
+$$Fence the caller's transaction: raise TB001 unless the token is current.
 Until the transaction ends nobody can claim the job again, renewals pass. Call it first, write,
 then complete in the same transaction: all of it or none.
 Locks the row for key share; waits at most 5 s (55P03). Role: taskboard_worker.$$;

@@ -5,19 +5,24 @@ language plpgsql
 stable
 security definer
 set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
 as $$
 begin
   perform taskboard.check_names(next_claimable_at.queues, next_claimable_at.kinds);
   return (
     select min(c.claimable_at)
     from taskboard.lanes as l
+    cross join lateral taskboard.read_floor(
+      current_setting('taskboard.lane_' || l.id, true), clock_timestamp()) as f
     cross join lateral (
       select j.claimable_at
       from taskboard.jobs as j
       where j.lane_id = l.id and j.claimable_at < 'infinity'
-        and j.claimable_at >= taskboard.read_floor(
-          current_setting('taskboard.lane_' || l.id, true), clock_timestamp())
-      order by j.claimable_at, j.id
+        and j.claimable_at >= f.floor
+      order by j.lane_id, j.claimable_at, j.place
       limit 1) as c
     where (next_claimable_at.queues is null or l.queue = any (next_claimable_at.queues))
       and (next_claimable_at.kinds is null or l.kind = any (next_claimable_at.kinds))
@@ -30,6 +35,7 @@ end
 $$;
 
 comment on function taskboard.next_claimable_at(text[], text[]) is
-$$Tell when the next job becomes claimable: the earliest due time or deadline.
-Null when there is none. In the past when something is ready now, or is just being claimed.
-A worker sleeps no longer than until then. Errors: 22004, 22023. Role: taskboard_worker.$$;
+$$Tell when the next job becomes claimable.
+The earliest due time or deadline; null when there is none. In the past when something is
+ready now, or is just being claimed. A worker sleeps no longer than until then.
+Errors: 22004, 22023. Role: taskboard_worker.$$;

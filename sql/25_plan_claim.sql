@@ -65,7 +65,7 @@ end
 $$;
 
 comment on function taskboard.plan_claim(text[], integer) is
-$$Tell which queues a claim may take from, and of limited ones how many jobs (internal).
+$$Tell which queues a claim may take from, and how many from limited ones (internal).
 Called only when some queue is paused, limited, or reserved for roles. A job whose lease has lapsed
 does not count as running: a stalled worker may exceed max_running.$$;
 

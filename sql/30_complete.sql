@@ -5,6 +5,9 @@ language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '5s'
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
 as $$
 declare
   v_row taskboard.completed;
@@ -75,10 +78,11 @@ end
 $$;
 
 comment on function taskboard.complete(uuid, uuid, jsonb) is
-$$Record that the owner of the current token has done the job; one row when recorded.
-The same token again (a lost reply) gives the same row again. Zero rows: somebody else owns the job,
-or it has ended; nothing was changed, and you must not report that you completed it. Ends the
-effects that this token began. May run in the caller's transaction, at any isolation level.
+$$Record that the owner of the current token has done the job.
+One row when recorded; the same token again (a lost reply) gives the same row again. Zero rows:
+somebody else owns the job, or it has ended; nothing was changed, and you must not report that you
+completed it. Ends the effects that this token began. May run in the caller's transaction, at any
+isolation level.
 Locks the row of the serial key, then the job for update; waits at most 5 s (55P03).
 Errors: 22004, 22023; above read committed 40001. Role: taskboard_worker.$$;
 
@@ -89,12 +93,17 @@ language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '5s'
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
 as $$
 declare
   v_row taskboard.completed;
   v_set taskboard.settings;
   v_done record;
   v_tokens uuid[] := complete_many.lease_tokens;
+  v_locked uuid[];
   v_kept uuid[];
   v_kept_tokens uuid[];
 begin
@@ -114,40 +123,50 @@ begin
     v_tokens := taskboard.own_tokens(complete_many.job_ids, v_tokens);
   end if;
 
-  -- Serial keys in order, then rows in id order: two batches cannot block each other.
+  -- Serial keys in order, then rows in id order: two batches cannot block each other. Lateral, so
+  -- that each job is found by its id, whatever the planner thinks of the table.
   perform taskboard.take_turn_lock(k.serial_key)
   from (
     select distinct j.serial_key
     from unnest(complete_many.job_ids, v_tokens) as w (id, token)
-    join taskboard.jobs as j on j.id = w.id and j.lease_token = w.token
-    where j.serial_key is not null
+    cross join lateral (
+      select j.serial_key
+      from taskboard.jobs as j
+      where j.id = w.id and j.lease_token = w.token and j.serial_key is not null
+      limit 1) as j
     order by j.serial_key) as k;
-  perform from taskboard.jobs as j
-  join unnest(complete_many.job_ids, v_tokens) as w (id, token)
-    on w.id = j.id and w.token = j.lease_token
-  order by j.id
-  for update of j;
+  v_locked := array(
+    select k.id
+    from (
+      select w.id, w.token
+      from unnest(complete_many.job_ids, v_tokens) as w (id, token)
+      order by w.id) as w
+    cross join lateral (
+      select j.id
+      from taskboard.jobs as j
+      where j.id = w.id and j.lease_token = w.token
+      for update) as k);
 
   for v_done in
     with gone as (
-      delete from taskboard.jobs as j
-      using taskboard.lanes as l, unnest(
-        complete_many.job_ids, v_tokens, complete_many.results)
-        as w (id, token, result)
-      where j.id = w.id and j.lease_token = w.token and l.id = j.lane_id
-      returning j.*, l.queue, l.kind, l.priority, l.keeps, w.result
+      delete from taskboard.jobs as j where j.id = any (v_locked) returning j.*
     )
     insert into taskboard.history as h (
     id, finished_at, attempt, priority, failures, lost_leases, max_attempts, max_lost_leases,
     lease_token, run_at, created_at, claimed_at, lease, timeout, state, queue, kind, on_unknown,
     finished_by, unique_key, serial_key, headers, payload, result)
     select
-      g.id, clock_timestamp(), g.attempt, g.priority, g.failures, g.lost_leases, g.max_attempts,
+      g.id, clock_timestamp(), g.attempt, l.priority, g.failures, g.lost_leases, g.max_attempts,
       g.max_lost_leases, g.lease_token, g.run_at, g.created_at, g.claimed_at, g.lease, g.timeout,
-      'completed', g.queue, g.kind, g.on_unknown, g.leased_by, g.unique_key, g.serial_key,
-      case when g.keeps then g.headers end, case when g.keeps then g.payload end,
-      case when g.keeps then g.result end
+      'completed', l.queue, l.kind, g.on_unknown, g.leased_by, g.unique_key, g.serial_key,
+      case when l.keeps then g.headers end, case when l.keeps then g.payload end,
+      case when l.keeps then w.result end
     from gone as g
+    join taskboard.lanes as l on l.id = g.lane_id
+    join (
+      select distinct on (u.id, u.token) u.id, u.token, u.result
+      from unnest(complete_many.job_ids, v_tokens, complete_many.results) as u (id, token, result))
+      as w on w.id = g.id and w.token = g.lease_token
     returning h.id, h.finished_at, h.kind, h.unique_key, h.serial_key, h.lease_token
   loop
     if v_done.unique_key is not null then
@@ -183,7 +202,8 @@ end
 $$;
 
 comment on function taskboard.complete_many(uuid[], uuid[], jsonb[]) is
-$$Complete many jobs in one call; one row for each that is recorded, as in complete.
-A job without a row is not yours. results, if given, has one element per job, null for none.
+$$Complete many jobs in one call, each as in complete.
+One row for each that is recorded; a job without a row is not yours. results, if given, has one
+element per job, null for none.
 Locks serial keys in order, then rows in id order; waits at most 5 s (55P03).
 Errors: 22004, 22023; above read committed 40001. Role: taskboard_worker.$$;

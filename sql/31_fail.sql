@@ -6,6 +6,9 @@ language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '5s'
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
 as $$
 #variable_conflict use_column
 declare
@@ -64,10 +67,10 @@ end
 $$;
 
 comment on function taskboard.fail(uuid, uuid, text, interval, boolean) is
-$$Record that this attempt failed: the job is retried later, or ends as failed.
-state: scheduled or ready (tried again at claimable_at), failed (permanent, or the max_attempts-th
-failure), cancelled (a cancel was asked for), held (it would end as failed, but under on_unknown
-hold an effect's outcome is unknown). Zero rows: not yours, nothing changed.
+$$Record that this attempt failed: the job is retried, or ends as failed.
+state: scheduled or ready (tried again later, at claimable_at), failed (permanent, or the
+max_attempts-th failure), cancelled (a cancel was asked for), held (it would end as failed, but
+under on_unknown hold an effect's outcome is unknown). Zero rows: not yours, nothing changed.
 retry_in: 0 to a year, by default min(5 s * 2^failures, 1 h) +- 25 %. error: cut at 8 kB.
 An effect that was begun and not ended stays open, that is, unknown.
 Locks the row of the serial key, then the job for update; waits at most 5 s (55P03).
@@ -78,6 +81,9 @@ returns taskboard.given_back
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
 as $$
 #variable_conflict use_column
 declare

@@ -5,6 +5,9 @@ language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '5s'
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
 as $$
 #variable_conflict use_column
 declare
@@ -41,7 +44,8 @@ end
 $$;
 
 comment on function taskboard.release(uuid, uuid, interval) is
-$$Give a job back without charging anything: shutdown, not yet, rate limited.
+$$Give a job back without charging anything.
+For a shutdown, a not yet, a rate limit.
 Claimable again after delay (0 to a year, by default at once); neither failures nor lost_leases
 rise. state: ready, scheduled, or cancelled when a cancel was asked for. Zero rows: not yours.
 Locks the row of the serial key, then the job for update; waits at most 5 s (55P03).

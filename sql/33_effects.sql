@@ -17,7 +17,8 @@ end
 $$;
 
 comment on function taskboard.check_step(text) is
-$$Refuse the name of an effect that is null (22004) or no part of a key (22023) (internal).$$;
+$$Refuse the name of an effect that is null or no part of a key (internal).
+Errors: 22004 null, 22023 no part of a key.$$;
 
 create or replace function taskboard.effect_state(job_id uuid, step text, lease_token uuid)
 returns text
@@ -47,6 +48,9 @@ language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '5s'
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
 as $$
 #variable_conflict use_column
 declare
@@ -128,7 +132,8 @@ end
 $$;
 
 comment on function taskboard.begin_effect(uuid, uuid, text, interval) is
-$$Pass the gate before an effect outside the database; commit it before you act.
+$$Pass the gate before an effect outside the database.
+Commit it before you act.
 Zero rows: the lease is not current and unexpired, or past its timeout: do not act.
 idempotency_key: job id and step, the same on every attempt; send it along. state: fresh (nobody
 began), done (it happened: result tells, do not repeat it), unknown (an earlier attempt began and
@@ -146,6 +151,9 @@ language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '5s'
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
 as $$
 #variable_conflict use_column
 declare
@@ -194,7 +202,7 @@ end
 $$;
 
 comment on function taskboard.end_effect(uuid, uuid, text, boolean, jsonb) is
-$$Testify what became of an effect: it happened, or was refused before it took place.
+$$Testify that an effect took place, or was refused before it did.
 Needs the token that began it, not the current lease: late evidence is welcome, also when the job
 was reclaimed, held or has ended. Evidence about the question of a held job frees the job.
 A repeat changes nothing; true may correct false, never the reverse. state: what the step is now.
@@ -207,6 +215,9 @@ returns text
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
 as $$
 declare
   v_held_step text;
@@ -242,6 +253,6 @@ end
 $$;
 
 comment on function taskboard.lock_for_evidence(uuid) is
-$$Lock a job's row, live or finished, before evidence about its effects; return the step it is
-held for, if it is (internal). Taken before the effects are written, so that whoever holds a job
-sees evidence that arrives at that moment.$$;
+$$Lock a job's row before evidence about its effects (internal).
+Live or finished. Returns the step it is held for, if it is. Taken before the effects are
+written, so that whoever holds a job sees evidence that arrives at that moment.$$;

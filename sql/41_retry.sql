@@ -61,13 +61,14 @@ begin
   delete from taskboard.history as h where h.id = retry.job_id;
   insert into taskboard.jobs (
     id, lane_id, attempt, claimable_at, run_at, created_at, lease, timeout, max_attempts,
-    max_lost_leases, serial_no, on_unknown, waits_for, unique_key, serial_key, last_error, headers,
-    payload)
+    max_lost_leases, serial_no, on_unknown, waits_for, unique_until_claim, unique_key, serial_key,
+    last_error, headers, payload)
   values (
     v_old.id, v_lane, v_old.attempt, case when v_blocked then 'infinity' else clock_timestamp() end,
     v_old.run_at, v_old.created_at, v_old.lease, v_old.timeout, v_old.max_attempts,
     v_old.max_lost_leases, v_serial_no, v_old.on_unknown, case when v_blocked then 'turn' end,
-    v_old.unique_key, v_old.serial_key, v_old.error, v_old.headers, v_old.payload);
+    v_old.unique_until_claim, v_old.unique_key, v_old.serial_key, v_old.error, v_old.headers,
+    v_old.payload);
   perform taskboard.note_incident(
     'job_retried', v_old.id, v_old.queue, v_old.kind, detail => 'was ' || v_old.state);
   if not v_blocked then
@@ -79,9 +80,10 @@ end
 $$;
 
 comment on function taskboard.retry(uuid) is
-$$Bring a finished job back: same id, same idempotency keys, a new budget of attempts.
-attempt goes on counting; effects that are done stay done. A job that waits already is returned as
-it is, so that a repeat makes no second copy. With a serial key it queues up again behind the rest.
+$$Put a finished job back with a new budget of attempts.
+Same id, same idempotency keys. attempt goes on counting; effects that are done stay done.
+A job that waits already is returned as it is, so that a repeat makes no second copy. With a serial
+key it queues up again behind the rest.
 Errors: 22004, TB002 no such job, TB003 it is running, or another job holds its unique key.
 Role: taskboard_operator.$$;
 
@@ -131,5 +133,6 @@ end
 $$;
 
 comment on function taskboard.retry_failed(text, text, integer) is
-$$Bring back failed jobs of a queue, a kind, or all, oldest first, as retry does.
-Passes over a job whose unique key another job holds. Role: taskboard_operator.$$;
+$$Put failed jobs back, oldest first, as retry does.
+Of a queue, a kind, or all. Passes over a job whose unique key another job holds.
+Role: taskboard_operator.$$;

@@ -31,7 +31,7 @@ end
 $$;
 
 comment on function taskboard.evict(text) is
-$$Let all leases of a worker lapse now, because its host is known to be dead.
+$$Let all leases of a worker lapse now: its host is known to be dead.
 Returns the jobs; anybody may claim them at once. If the worker lives after all, its renewals are
 refused, and its completions count only until somebody has claimed again.
 Locks the rows for update in id order; waits at most 5 s (55P03).

@@ -23,8 +23,8 @@ end
 $$;
 
 comment on function taskboard.pause(text) is
-$$Stop claims from a queue, or from all when none is named; what runs goes on.
-Enqueueing goes on too. A repeat changes nothing. Role: taskboard_operator.$$;
+$$Stop claims from a queue, or from all when none is named.
+What runs goes on, enqueueing too. A repeat changes nothing. Role: taskboard_operator.$$;
 
 create or replace function taskboard.resume(queue text default null)
 returns setof taskboard.queue_state
@@ -49,6 +49,6 @@ end
 $$;
 
 comment on function taskboard.resume(text) is
-$$Let a queue be claimed again, or end the pause of all when none is named.
+$$Let a queue be claimed again, or end the pause of all if none is named.
 A queue that was paused by its name stays paused until it is resumed by its name.
 Role: taskboard_operator.$$;

@@ -44,7 +44,7 @@ end
 $$;
 
 comment on function taskboard.schedule(text, text, text, jsonb, text, text, integer, text) is
-$$Make or change a schedule: enqueue a job of this kind at each occurrence of cron.
+$$Make or change a schedule: enqueue a job at each occurrence of cron.
 cron: five fields, read by the runner in time_zone. Each occurrence is enqueued once, however many
 runners there are. misfire, for occurrences that passed while no runner ran: skip them, enqueue one
 (the default), or all of them (up to 100). Takes effect when a runner next looks.
@@ -68,7 +68,8 @@ end
 $$;
 
 comment on function taskboard.unschedule(text) is
-$$Remove a schedule; true when there was one. Its jobs stay. Role: taskboard_operator.$$;
+$$Remove a schedule; true when there was one.
+Its jobs stay. Role: taskboard_operator.$$;
 
 create or replace function taskboard.pause_schedule(name text, paused boolean default true)
 returns boolean
@@ -114,7 +115,8 @@ end
 $$;
 
 comment on function taskboard.due_schedules() is
-$$List schedules that a runner should advance: due, or without a next date yet (due_at null).
+$$List schedules that a runner should advance.
+Those that are due, or without a next date yet (due_at null).
 now: the database's clock, from which the runner counts. Role: taskboard_worker.$$;
 
 create or replace function taskboard.advance_schedule(
@@ -170,7 +172,7 @@ end
 $$;
 
 comment on function taskboard.advance_schedule(text, timestamptz, timestamptz, boolean) is
-$$Move a schedule from one occurrence to the next and enqueue the job of the first.
+$$Move a schedule to its next occurrence; enqueue the job of this one.
 due_at: the date that due_schedules showed; if somebody else has moved it, nothing happens and the
 result is null. enqueue false passes over the occurrence. Returns the id of the job.
 Errors: 22004, 22023. Role: taskboard_worker.$$;

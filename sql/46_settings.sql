@@ -46,7 +46,8 @@ end
 $$;
 
 comment on function taskboard.configure(text, text) is
-$$Change a setting of this database: a default or a limit; see the columns of taskboard.settings.
+$$Change a setting of this database: a default or a limit.
+setting: one of the columns of taskboard.settings.
 Errors: 22004, 22023 with the names of all settings. Role: taskboard_operator.$$;
 
 create or replace function taskboard.keep_history(

@@ -34,7 +34,8 @@ end
 $$;
 
 comment on function taskboard.wait_for(uuid, interval) is
-$$Wait until a job has ended and return its result; zero rows when it has not in time.
+$$Wait until a job has ended and return its result.
+Zero rows when it has not ended in time.
 at_most: 0 to 5 minutes. Looks every few milliseconds at first, later twice a second. At read
 committed only, and outside the transaction that enqueued the job: nobody can run it before that
 commits. Errors: 22004, 22023. Role: taskboard_producer.$$;

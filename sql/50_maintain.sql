@@ -40,7 +40,7 @@ end
 $$;
 
 comment on function taskboard.make_partitions(integer) is
-$$Make the partitions of history for today and some days ahead; return how many (internal).$$;
+$$Make history's partitions for today and days ahead; return how many (internal).$$;
 
 create or replace function taskboard.drop_partitions(names text[])
 returns setof taskboard.maintained
@@ -189,7 +189,7 @@ end
 $$;
 
 comment on function taskboard.prune(interval) is
-$$Forget finished jobs, their effects, and incidents that are older than keep.
+$$Forget finished jobs, their effects, and incidents older than keep.
 keep: by default settings.history (7 days), an hour at least. Whole days are dropped at once; while
 somebody reads history for long, they are left to the next call. Never makes a completion wait.
 Returns what was done. Errors: 22023. Role: taskboard_operator.$$;
@@ -220,7 +220,8 @@ end
 $$;
 
 comment on function taskboard.maintain() is
-$$Do the housekeeping: partitions ahead, retention, exhausted jobs of lanes nobody claims.
+$$Do the housekeeping of the database.
+Partitions ahead, retention, exhausted jobs of lanes nobody claims.
 Every runner calls it now and then; psql or a cron job may call it at any moment, many at once.
 Nothing depends on its having run in time. Returns what was done.
 Roles: taskboard_worker, taskboard_operator.$$;

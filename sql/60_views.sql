@@ -150,6 +150,9 @@ language plpgsql
 stable
 security definer
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
 as $$
 #variable_conflict use_column
 begin
@@ -193,5 +196,6 @@ end
 $$;
 
 comment on function taskboard.job_documents(uuid) is
-$$Show what a job carries and what came of it: payload, headers, result, last error.
+$$Show what a job carries and what came of it.
+Payload, headers, result, last error.
 Apart from job(), because it may show customers' data. Role: taskboard_operator.$$;

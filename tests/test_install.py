@@ -403,14 +403,17 @@ def test_load_waits_for_a_transaction_that_is_in_its_way(
         assert waiting.result().applied == ["functions"]
 
 
-def test_roles_own_limits_do_not_stop_a_migration(
+def test_limits_of_the_role_do_not_stop_a_migration(
     dsn: str, empty_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = (
-        "-c statement_timeout=1ms -c lock_timeout=1ms -c default_transaction_isolation=serializable"
-    )
-    monkeypatch.setenv("PGOPTIONS", limits)
-    assert migrate(empty_dsn).applied == EVERYTHING
+    limits = "statement_timeout=200ms lock_timeout=100ms default_transaction_isolation=serializable"
+    monkeypatch.setenv("PGOPTIONS", " ".join(f"-c {limit}" for limit in limits.split()))
+    with session(empty_dsn) as conn, ThreadPoolExecutor(1) as pool:
+        rows(conn, "select pg_advisory_lock(%s, %s)", LOCK)
+        migrating = pool.submit(migrate, empty_dsn)
+        time.sleep(0.8)
+        rows(conn, "select pg_advisory_unlock(%s, %s)", LOCK)
+        assert migrating.result().applied == EVERYTHING
     monkeypatch.undo()
     assert catalog(empty_dsn) == catalog(dsn)
 

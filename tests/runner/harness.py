@@ -59,7 +59,7 @@ async def running(
             await task
 
 
-async def until(condition: Callable[[], Any], *, within: float = 5, what: str = "") -> None:
+async def until(condition: Callable[[], Any], *, within: float = 10, what: str = "") -> None:
     """Wait until a condition holds; the loop goes on meanwhile."""
     ends_at = time.monotonic() + within
     while not condition():

@@ -125,7 +125,7 @@ def test_an_outage_longer_than_the_lease_cancels_the_handlers_and_claims_go_on_a
                 await until(lambda: all(state(db, job)["state"] == "running" for job in jobs))
                 proxy.refusing = True
                 proxy.cut()
-                await until(lambda: cancelled == [1, 1, 1], within=1.2)
+                await until(lambda: cancelled == [1, 1, 1], within=2)
                 await asyncio.sleep(0.3)
                 proxy.refusing = False
                 await until(lambda: all(state(db, job)["state"] == "completed" for job in jobs))
@@ -229,7 +229,7 @@ def test_a_half_open_connection_holds_up_claim_and_settling_only_for_a_bounded_t
                 await until(lambda: state(db, job)["state"] == "completed")
                 later = enqueue(db, "k", {"seconds": 0})
                 await until(lambda: state(db, later)["state"] == "completed")
-                assert time.monotonic() - began < 3
+                assert time.monotonic() - began < 6
 
     asyncio.run(scenario())
 

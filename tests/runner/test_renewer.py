@@ -218,7 +218,7 @@ def test_a_refused_renewal_cancels_the_handler_and_no_further_effect_starts(
                 row = db.execute("select count(*) from taskboard.claim(worker => 'B')").fetchone()
             assert row == (1,)
             count = len(effects)
-            await until(lambda: refused, within=0.6)
+            await until(lambda: refused, within=1.5)
             assert len(effects) <= count + 1
             await asyncio.sleep(0.1)
             assert state(db, job)["worker"] == "B"
