@@ -120,7 +120,8 @@ Those that are due, or without a next date yet (due_at null).
 now: the database's clock, from which the runner counts. Role: taskboard_worker.$$;
 
 create or replace function taskboard.advance_schedule(
-  name text, due_at timestamptz, next_at timestamptz, enqueue boolean default true)
+  name text, due_at timestamptz, next_at timestamptz, enqueue boolean default true,
+  cron text default null)
 returns uuid
 language plpgsql
 security definer
@@ -152,6 +153,7 @@ begin
       then coalesce(advance_schedule.due_at, s.last_at) else s.last_at end
   where s.name = advance_schedule.name
     and s.next_at is not distinct from advance_schedule.due_at
+    and (advance_schedule.cron is null or s.cron = advance_schedule.cron)
     and s.paused_at is null
     and (taskboard.may_use(s.queue)
       or not exists (select from taskboard.settings as t where t.queue_rights))
@@ -171,8 +173,9 @@ begin
 end
 $$;
 
-comment on function taskboard.advance_schedule(text, timestamptz, timestamptz, boolean) is
+comment on function taskboard.advance_schedule(text, timestamptz, timestamptz, boolean, text) is
 $$Move a schedule to its next occurrence; enqueue the job of this one.
 due_at: the date that due_schedules showed; if somebody else has moved it, nothing happens and the
-result is null. enqueue false passes over the occurrence. Returns the id of the job.
+result is null. cron: the rule that next_at was worked out by; if it has changed since, nothing
+happens. enqueue false passes over the occurrence. Returns the id of the job.
 Errors: 22004, 22023. Role: taskboard_worker.$$;

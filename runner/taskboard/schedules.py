@@ -128,11 +128,13 @@ async def due_schedules(conn: db.Connection) -> list[Due]:
     return [Due(*row) for row in await db.call(conn, columns, "due_schedules")]
 
 
-async def advance_schedule(conn: db.Connection, name: str, step: Step) -> UUID | None:
+async def advance_schedule(
+    conn: db.Connection, name: str, step: Step, cron: str | None = None
+) -> UUID | None:
     """Take one step; answer the job that it enqueued, None when somebody was quicker."""
     rows = await db.call(
         conn, "*", "advance_schedule", name=name, due_at=step.due_at, next_at=step.next_at,
-        enqueue=step.enqueue,
+        enqueue=step.enqueue, cron=cron,
     )  # fmt: skip
     job_id: UUID | None = rows[0][0]
     return job_id
@@ -153,7 +155,7 @@ async def advance(link: db.Link, complaints: Complaints | None = None) -> int:
             continue
         try:
             for step in plan(due):
-                job_id = await link.call(advance_schedule, due.name, step)
+                job_id = await link.call(advance_schedule, due.name, step, due.cron)
                 if step.enqueue and job_id is None:
                     break  # another runner was here; it goes on from there
                 enqueued += step.enqueue

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import psycopg
 
-from taskboard import db, version
+from taskboard import db, schedules, version
 from taskboard.handlers import (
     Effect,
     Handler,
@@ -228,6 +228,8 @@ class JobContext:
         )
         if await asyncio.shield(asked) is None:
             note = "was never begun"
+        elif not happened:
+            self._begun.discard(step)  # as if it had never begun
         if note:
             log.warning("job=%s kind=%s end_effect %s: %s", self.job.id, self.job.kind, step, note)
 
@@ -300,7 +302,12 @@ class Worker:
         """Work until stopped; return the exit code. Raises SettingsError."""
         self._renewer.start()
         claiming = self.spawn(self._claim(off))
-        monitored = [claiming, self.spawn(self._settle()), self.spawn(self._maintain())]
+        monitored = [
+            claiming,
+            self.spawn(self._settle()),
+            self.spawn(self._maintain()),
+            self.spawn(schedules.run(self.control)),
+        ]
         if self._settings.listen:
             monitored.append(self.spawn(self._wake.run()))
         for task in monitored:

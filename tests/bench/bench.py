@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support import make_server
 from taskboard.migrate import migrate
 
-PAYLOAD = '{"to": "ada@example.com", "subject": "Hello and welcome", "text": "about a hundred bytes"}'
+PAYLOAD = '{"to": "ada@example.com", "subject": "Hello", "text": "about a hundred bytes of text"}'
 
 FLOOR = """
 create table floor (

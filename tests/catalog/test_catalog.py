@@ -15,6 +15,7 @@ OURS = "'taskboard'::regnamespace"
 # Columns of jobs that history does not have, and why.
 NOT_KEPT = {
     "lane_id": "history has queue, kind and priority",
+    "place": "it stands in no line any more",
     "claimable_at": "nothing claims it any more",
     "last_token": "history has the token that finished it",
     "lease_granted": "belongs to a lease that has ended",

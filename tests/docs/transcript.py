@@ -64,5 +64,5 @@ def normal(text: str) -> str:
     seen: dict[str, str] = {}
     text = UUID.sub(lambda m: seen.setdefault(m[0], f"<id {len(seen) + 1}>"), text)
     text = SPAN.sub("<span>", INSTANT.sub("<instant>", text))
-    lines = (re.sub(r"-{2,}", "--", re.sub(r"\s+", " ", line)).strip() for line in text.splitlines())
-    return "\n".join(line for line in lines if line)
+    text = re.sub(r"-{2,}", "--", re.sub(r"[ \t]+", " ", text))
+    return "\n".join(line for line in map(str.strip, text.splitlines()) if line)

@@ -51,9 +51,9 @@ SECOND = 1_000_000
 # that ended" for its own id: somebody who still runs may lie at or above that.
 BROKEN: dict[str, list[tuple[str, str]]] = {
     "adopted at once": [
-        ("if v_xmin >= v_old[4]::bigint then", "if true then"),
-        ("v_floor := taskboard.instant(v_old[3]::bigint);", "v_floor := v_seen;"),
-        ("v_floor_id := v_old[6];", "v_floor_id := v_seen_id;"),
+        ("if v_note[4] <> '0' and v_xmin >= v_note[4]::bigint then", "if true then"),
+        ("v_floor := taskboard.instant(v_note[3]::bigint);", "v_floor := v_seen;"),
+        ("v_floor_place := v_note[6]::integer;", "v_floor_place := v_seen_place;"),
     ],
     "bounded by xmax": [("pg_snapshot_xmin(", "pg_snapshot_xmax(")],
     "xmax for its own id": [

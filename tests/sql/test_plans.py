@@ -291,17 +291,3 @@ def test_a_completion_and_a_renewal_cost_the_same_beside_a_long_history(
     call(warm, "complete", job_id=job["job_id"], lease_token=job["lease_token"])
     # A repeat looks into the history, and there into each day.
     assert touched(warm, "complete", f"'{job['job_id']}', '{job['lease_token']}'") < 100
-
-
-def test_with_many_lanes_a_claim_of_one_queue_reads_its_own_only(db: Db, warm: Db) -> None:
-    query(
-        db,
-        "select taskboard.register_lane('queue ' || n, 'mail', mod(n, 10))"
-        " from generate_series(1, %(count)s) as n",
-        count=3_000,
-    )
-    query(db, "select taskboard.enqueue('mail', queue => 'queue 7') from generate_series(1, 100)")
-    arguments = "max_jobs => 10, queues => '{queue 7}'"
-    for _ in range(3):
-        touched(warm, arguments=arguments)
-    assert touched(warm, arguments=arguments) < 250
