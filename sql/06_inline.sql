@@ -66,13 +66,3 @@ return 'epoch'::timestamptz + microseconds * '1 microsecond'::interval;
 
 comment on function taskboard.instant(bigint) is
 $$Turn microseconds since 1970 into an instant, exactly (internal).$$;
-
-create or replace function taskboard.floors_due(hint text, at timestamptz)
-returns boolean
-language sql
-immutable
-return case when hint ~ '^\d{1,16}$'
-  then taskboard.microseconds(at) - hint::bigint not between 0 and 5000 else true end;
-
-comment on function taskboard.floors_due(text, timestamptz) is
-$$Tell whether this session should look at its floors again: after 5 ms (internal).$$;

@@ -151,9 +151,8 @@ begin
   end if;
   -- The plain job, in one statement. The transaction id before the clock: whoever sees a later
   -- id may trust the date below.
-  perform pg_current_xact_id();
   loop
-    v_now := clock_timestamp();
+    v_now := case when pg_current_xact_id() is not null then clock_timestamp() end;
     insert into taskboard.jobs as j (id, lane_id, claimable_at, run_at, created_at, payload)
     select taskboard.new_job_id(s.shard, v_now), l.id, v_now, v_now, v_now, enqueue.payload
     from taskboard.lanes as l

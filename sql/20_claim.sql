@@ -28,20 +28,48 @@ declare
   v_ended bigint;
   v_total integer := 0;
   v_look boolean;
+  v_looked text;
   v_now timestamptz;
 begin
   -- A look at the floors only before this transaction has changed anything: what it changed may
   -- still be undone, by a rollback of a prepared transaction even when the session's notes stay.
+  -- At most every 20 ms; what is unreadable counts as long ago.
+  v_looked := current_setting('taskboard.floors_at', true);
   v_look := pg_current_xact_id_if_assigned() is null
-    and taskboard.floors_due(current_setting('taskboard.floors_at', true), clock_timestamp());
-  v_set := taskboard.check_claim(
-    claim.queues, claim.kinds, claim.max_jobs, v_lease, v_worker);
+    and (case when v_looked ~ '^\d{1,16}$' then
+      extract(epoch from clock_timestamp()) * 1000000 - v_looked::bigint not between 0 and 20000
+      else true end);
+  -- One statement for all that has to be known, because what runs cold in each transaction counts.
+  select s.lease as lease_default, s.timeout, s.max_attempts, s.max_lost_leases,
+    s.queue_rights or s.paused_at is not null or exists (
+      select from taskboard.queues as q
+      where q.paused_at is not null or q.max_running is not null or q.max_starts is not null)
+      as special,
+    exists (select from taskboard.queues as q where q.lease is not null) as queue_leases,
+    current_setting('transaction_isolation') = 'read committed'
+      and coalesce(claim.max_jobs between 1 and s.claim_jobs, false)
+      and coalesce(array_ndims(claim.queues), 1) = 1
+      and array_position(claim.queues, null) is null
+      and coalesce(array_ndims(claim.kinds), 1) = 1
+      and array_position(claim.kinds, null) is null
+      and coalesce(claim.lease between s.lease_least and s.lease_most, true)
+      and char_length(v_worker) between 1 and 200 as is_fine
+  into v_set
+  from taskboard.settings as s
+  where s.one_row;
+  if not v_set.is_fine then
+    perform taskboard.check_claim(
+      claim.queues, claim.kinds, claim.max_jobs, claim.lease, v_worker);
+  end if;
   if v_set.special then
     select p.open, p.limited, p.caps into v_open, v_limited, v_caps
     from taskboard.plan_claim(claim.queues, claim.max_jobs) as p;
   end if;
-  v_lease := taskboard.exact(v_lease);
-  perform pg_current_xact_id();
+  if v_lease is not null then
+    v_lease := taskboard.exact(v_lease);
+  end if;
+  -- The transaction id, which is taken here, before any clock is read.
+  v_look := pg_current_xact_id() is not null and v_look;
   if v_look then
     perform taskboard.raise_floors(
       case when v_set.special then v_open || v_limited else v_open end, claim.kinds);
@@ -160,45 +188,31 @@ Locks the rows for update, never waits for one. Needs read committed (0A000).
 Errors: 22004, 22023. Role: taskboard_worker.$$;
 
 create or replace function taskboard.check_claim(
-  queues text[], kinds text[], max_jobs integer, lease interval, worker text,
-  out special boolean, out queue_leases boolean, out lease_default interval,
-  out timeout interval, out max_attempts integer, out max_lost_leases integer)
+  queues text[], kinds text[], max_jobs integer, lease interval, worker text)
+returns void
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
 as $$
-#variable_conflict use_column
 declare
-  v_most integer;
-  v_shortest interval;
-  v_longest interval;
+  v_set taskboard.settings;
 begin
   if current_setting('transaction_isolation') <> 'read committed' then
     raise exception using errcode = '0A000',
       message = 'claim needs the isolation level read committed',
       hint = 'Claim outside the transaction, or begin it at read committed.';
   end if;
-  select s.claim_jobs, s.lease_least, s.lease_most, s.lease, s.timeout, s.max_attempts,
-    s.max_lost_leases, s.queue_rights or s.paused_at is not null or exists (
-      select from taskboard.queues as q
-      where q.paused_at is not null or q.max_running is not null or q.max_starts is not null),
-    exists (select from taskboard.queues as q where q.lease is not null)
-  into v_most, v_shortest, v_longest, lease_default, timeout, max_attempts, max_lost_leases,
-    special, queue_leases
-  from taskboard.settings as s;
+  select s.* into v_set from taskboard.settings as s;
   if check_claim.max_jobs is null then
     raise exception using errcode = '22004', message = 'max_jobs must not be null',
-      hint = format('Give 1 to %s.', v_most);
+      hint = format('Give 1 to %s.', v_set.claim_jobs);
   end if;
-  if check_claim.max_jobs not between 1 and v_most then
+  if check_claim.max_jobs not between 1 and v_set.claim_jobs then
     raise exception using errcode = '22023', message = 'max_jobs is out of bounds',
-      hint = format('Give 1 to %s.', v_most);
+      hint = format('Give 1 to %s.', v_set.claim_jobs);
   end if;
-  perform taskboard.check_names(check_claim.queues, check_claim.kinds)
-  where check_claim.queues is not null or check_claim.kinds is not null;
-  if check_claim.lease is not null then
-    perform taskboard.check_span('lease', check_claim.lease, v_shortest, v_longest);
-  end if;
+  perform taskboard.check_names(check_claim.queues, check_claim.kinds);
+  perform taskboard.check_span('lease', check_claim.lease, v_set.lease_least, v_set.lease_most);
   if char_length(check_claim.worker) not between 1 and 200 then
     raise exception using errcode = '22023', message = 'worker is empty or too long',
       hint = 'Name the worker in 1 to 200 characters.';
@@ -207,9 +221,8 @@ end
 $$;
 
 comment on function taskboard.check_claim(text[], text[], integer, interval, text) is
-$$Refuse arguments of claim that are null or out of bounds (internal).
-Returns the settings that claim needs, and whether it is special: some queue is paused, limited, or
-reserved for roles. Errors: 22004, 22023, 0A000.$$;
+$$Say what is wrong with the arguments of claim (internal).
+Called when claim has found that something is. Errors: 22004, 22023, 0A000.$$;
 
 create or replace function taskboard.lane_lease(lane_id integer)
 returns interval

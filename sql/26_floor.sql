@@ -16,7 +16,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
   v_set bigint;
-  v_at bigint := taskboard.microseconds(read_floor.at);
+  v_at bigint := extract(epoch from read_floor.at) * 1000000;
   v_part text[];
 begin
   -- A hint that is unreadable, from the future, or over a minute old is no hint. Its parts: the
@@ -30,7 +30,7 @@ begin
     if v_set between v_at - 60000000 and v_at and v_part[1]::bigint <= v_at
       and v_part[3]::bigint <= v_at
     then
-      floor := taskboard.instant(v_part[1]::bigint);
+      floor := 'epoch'::timestamptz + v_part[1]::bigint * '1 microsecond'::interval;
       floor_place := v_part[5]::integer;
       return;
     end if;

@@ -241,12 +241,19 @@ class JobContext:
             yield conn
 
     @asynccontextmanager
-    async def transaction(self) -> AsyncIterator[db.Connection]:
+    async def transaction(
+        self, *, complete: bool = False, result: Any = None
+    ) -> AsyncIterator[db.Connection]:
         async with self.connection() as conn:
             try:
                 async with conn.transaction():
                     await db.require_lease(conn, *self._lease.owner)
                     yield conn
+                    if complete:
+                        # No renewal from here on: it would find the job gone, and call it lost.
+                        # When the handler returns, the completion is repeated; that is safe.
+                        self._worker.forget(self._lease)
+                        await db.complete(conn, *self._lease.owner, result=storable(result)[0])
             except psycopg.Error as exc:
                 if exc.sqlstate != db.LEASE_LOST:
                     raise
@@ -336,6 +343,10 @@ class Worker:
         tasks = [self.loop.create_task(coroutine) for coroutine in [*closing, self.pool.close(1)]]
         await asyncio.wait([*self._side, *tasks], timeout=ENDS_WITHIN)
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def forget(self, lease: Lease) -> None:
+        """Renew a lease no more."""
+        self._renewer.forget(lease)
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start a task that is ended with the runner at the latest."""

@@ -223,10 +223,11 @@ def test_a_failure_whose_answer_is_lost_is_recorded_once(
 
 def take_over(db: Connection, job_id: Any) -> Any:
     """Claim a running job away from its owner; answer the new token."""
-    expire(db, job_id)
-    row = db.execute(
-        "select job_id, lease_token from taskboard.claim(worker => 'thief')"
-    ).fetchone()
+    with db.transaction():  # in one, or the owner's own process may be the one that claims it
+        expire(db, job_id)
+        row = db.execute(
+            "select job_id, lease_token from taskboard.claim(worker => 'thief')"
+        ).fetchone()
     assert row is not None and row[0] == job_id
     return row[1]
 
@@ -272,6 +273,47 @@ def test_one_locked_row_does_not_hold_up_the_completions_beside_it(
 
 
 # Fences and effects.
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_writes_and_completion_in_one_transaction_are_one_atom(
+    dsn: str, db: Connection, fails: bool
+) -> None:
+    db.execute("create table sums (n int)")
+    seen: list[object] = []
+
+    async def handler(ctx: Context) -> None:
+        async with ctx.transaction(complete=True, result={"n": 1}) as conn:
+            await conn.execute("insert into sums values (1)")
+            if fails:
+                raise Permanent("no")
+        # A crash from here on repeats nothing: the job has ended with the writes.
+        seen.append(state(db, ctx.job.id)["state"])
+
+    job = enqueue(db, "k")
+    assert drain(dsn, {"k": handler}) == (3 if fails else 0)
+    assert db.execute("select n from sums").fetchall() == ([] if fails else [(1,)])
+    assert seen == ([] if fails else ["completed"])
+    assert state(db, job)["state"] == ("failed" if fails else "completed")
+    row = db.execute("select result from taskboard.history").fetchone()
+    assert row == (None if fails else {"n": 1},)
+    assert db.execute("select what from taskboard.incidents").fetchall() == []
+
+
+def test_a_stale_owner_completes_nothing_with_its_own_transaction(
+    dsn: str, db: Connection
+) -> None:
+    db.execute("create table sums (n int)")
+
+    async def handler(ctx: Context) -> None:
+        take_over(db, ctx.job.id)
+        async with ctx.transaction(complete=True) as conn:
+            await conn.execute("insert into sums values (2)")
+
+    job = enqueue(db, "k")
+    assert drain(dsn, {"k": handler}) == 0
+    assert db.execute("select n from sums").fetchall() == []
+    assert state(db, job)["worker"] == "thief"
 
 
 def test_a_stale_owner_commits_nothing_of_its_own_transaction(dsn: str, db: Connection) -> None:

@@ -41,8 +41,8 @@ rows_only = pytest.mark.rows_only
 Connect = Callable[..., Db]
 Act = Callable[[Db], UUID]
 
-GAP = 0.006
-"""Seconds between two claims of which each looks at the floors: a little over the 5 ms."""
+GAP = 0.022
+"""Seconds between two claims of which each looks at the floors: a little over the 20 ms."""
 
 SECOND = 1_000_000
 

@@ -74,10 +74,14 @@ class Context(Protocol):
         """Borrow a pooled connection in autocommit mode."""
         ...
 
-    def transaction(self) -> AbstractAsyncContextManager[AsyncConnection[Any]]:
+    def transaction(
+        self, *, complete: bool = False, result: Any = None
+    ) -> AbstractAsyncContextManager[AsyncConnection[Any]]:
         """Open a transaction that only the current lease can commit (`require_lease`).
 
-        Raises `LeaseLost` and rolls back when the lease token is no longer current.
+        With `complete` the job is completed in it, with `result`: the writes and the completion
+        are one atom, and the handler should return after it. Raises `LeaseLost` and rolls back
+        when the lease token is no longer current.
         """
         ...
 
