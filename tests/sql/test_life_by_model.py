@@ -1,0 +1,670 @@
+"""Random lives of a few jobs, every verb in any order, beside a plain model of what is promised.
+
+After each call the answer and the whole content of the tables are compared with the model: who
+may write (S1, S2), attempts (S4), finality (S5), effects (E1), keys, counters, and that no job is
+lost or stands twice. The same lives each time; `--hypothesis-seed=N` tries others. A life that
+goes wrong is shortened before it is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from random import Random
+from time import monotonic
+from typing import Any, TypeVar
+from uuid import UUID, uuid4
+
+import psycopg
+import pytest
+from verbs import Row, call, set_default
+
+from support import Connection, expire, rows
+
+pytestmark = pytest.mark.rows_only
+
+T = TypeVar("T")
+LIVES = 60
+STEPS = 40
+QUEUES = ("default", "side")
+KINDS = ("mail", "post")
+EFFECTS = ("main", "send/2")
+HOUR = "1 hour"
+LEASED = ("running", "expired")
+FINAL = ("completed", "failed", "cancelled")
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """What the model knows of one job."""
+
+    id: UUID
+    kind: str
+    queue: str
+    unique_key: str | None
+    until_claim: bool
+    serial_key: str | None
+    delayed: bool
+    holds: bool
+    max_attempts: int
+    max_lost_leases: int
+    state: str = "ready"
+    attempt: int = 0
+    failures: int = 0
+    lost_leases: int = 0
+    token: UUID | None = None
+    worker: str | None = None
+    cancelling: bool = False
+    held_step: str | None = None
+    tokens: list[UUID] = field(default_factory=list)
+    ended_by: UUID | None = None
+    finished_at: datetime | None = None
+    # (step, token): None open, True happened, False refused.
+    effects: dict[tuple[str, UUID], bool | None] = field(default_factory=dict)
+    # Of the first evidence that the step happened.
+    results: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def live(self) -> bool:
+        return self.state not in FINAL
+
+    @property
+    def exhausted(self) -> bool:
+        return self.state == "expired" and (
+            self.cancelling or self.lost_leases + 1 >= self.max_lost_leases
+        )
+
+    @property
+    def claimable(self) -> bool:
+        return self.state == "ready" or (self.state == "expired" and not self.exhausted)
+
+    def owns(self, token: UUID) -> bool:
+        return self.token == token
+
+    def effect_state(self, step: str, token: UUID | None) -> str:
+        told = {t: happened for (s, t), happened in self.effects.items() if s == step}
+        if any(told.values()):
+            return "done"
+        return "unknown" if any(h is None and t != token for t, h in told.items()) else "fresh"
+
+    def testify(self, step: str, token: UUID, happened: bool, result: Any = None) -> None:
+        self.effects[step, token] = happened
+        if happened:
+            self.results.setdefault(step, result)
+
+    def end_lease(self) -> None:
+        self.token = self.worker = None
+
+
+@dataclass(slots=True)
+class Key:
+    """Who holds a unique key."""
+
+    job: Job
+    live: bool
+    lasting: bool  # held past the job's end, by unique_for
+
+
+@dataclass(slots=True)
+class Life:
+    """The model, and the verbs that are tried on it and on the database."""
+
+    workers: dict[str, Connection]
+    random: Random = field(default_factory=Random)
+    log: list[str] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
+    keys: dict[tuple[str, str], Key] = field(default_factory=dict)
+    turns: dict[str, list[Job]] = field(default_factory=dict)  # live jobs of a serial key, in order
+    paused: set[str | None] = field(default_factory=set)
+
+    @property
+    def db(self) -> Connection:
+        return self.workers["a"]
+
+    # Choices
+
+    def pick(self, options: Sequence[T]) -> T:
+        return self.random.choice(options)
+
+    def a_job(self, *states: str) -> Job:
+        """Any job, more likely one in a state that the verb is meant for, and with a past."""
+        likely = [job for job in self.jobs if job.state in states]
+        if not likely or self.random.random() < 0.1:
+            return self.pick(self.jobs)
+        return self.pick(likely + [job for job in likely if job.effects] * 3)
+
+    def a_token(self, job: Job) -> UUID:
+        """The current token, more likely than a stale one, another job's, or nobody's."""
+        foreign = [token for other in self.jobs for token in other.tokens if other is not job]
+        if job.token is not None and self.random.random() < 0.7:
+            return job.token
+        return self.pick([*job.tokens * 2, *foreign[-1:], uuid4()])
+
+    def ask(self, verb: str, db: Connection | None = None, **arguments: Any) -> Any:
+        """Call a verb; its rows, or the SQLSTATE of a refusal that the design names."""
+        answer: Any
+        try:
+            answer = call(db or self.db, verb, **arguments)
+        except psycopg.Error as error:
+            if not (error.sqlstate or "").startswith("TB"):
+                raise
+            answer = error.sqlstate
+        self.log.append(f"{verb} {arguments}\n    -> {answer}")
+        return answer
+
+    def step(self) -> None:
+        """Try a verb, the first time the one that makes jobs."""
+        states = {job.state for job in self.jobs}
+        any_time = self.random.random() < 0.1
+        fit = [(verb, weight) for verb, weight, wanted in VERBS
+               if any_time or not wanted or states & {*wanted}]  # fmt: skip
+        verb = self.random.choices([verb for verb, _ in fit], [weight for _, weight in fit])[0]
+        (verb if self.jobs else Life.enqueue_many)(self)
+
+    # What several verbs do
+
+    def add(self, job: Job, lasting: bool) -> Job:
+        """The holder of the unique key: a new job, which is added, or another."""
+        if job.unique_key is not None:
+            key = self.keys.setdefault((job.kind, job.unique_key), Key(job, True, lasting))
+            if key.job is not job:
+                return key.job
+        self.jobs.append(job)
+        self.queue_up(job, "scheduled" if job.delayed else "ready")
+        return job
+
+    def queue_up(self, job: Job, state: str) -> None:
+        job.state = state
+        if job.serial_key is not None:
+            line = self.turns.setdefault(job.serial_key, [])
+            if line:
+                job.state = "blocked"
+            line.append(job)
+
+    def end(self, job: Job, state: str, by: UUID | None = None) -> None:
+        job.end_lease()
+        job.state, job.ended_by, job.held_step, job.cancelling = state, by, None, False
+        job.finished_at = None  # noted at the first look
+        self.free_key(job)
+        if job.serial_key is not None:
+            line = self.turns[job.serial_key]
+            line.remove(job)
+            if not line:
+                del self.turns[job.serial_key]
+            elif line[0].state == "blocked":
+                line[0].state = "scheduled" if line[0].delayed else "ready"
+
+    def free_key(self, job: Job) -> None:
+        if job.unique_key is not None:
+            key = self.keys[job.kind, job.unique_key]
+            assert key.job is job
+            if key.lasting:
+                key.live = False
+            else:
+                del self.keys[job.kind, job.unique_key]
+
+    def hold(self, job: Job, step: str) -> None:
+        job.end_lease()
+        job.state, job.held_step = "held", step
+
+    def end_failed(self, job: Job) -> None:
+        # In the order of the begins, which is that of the dict.
+        unknown = [s for (s, _), h in job.effects.items()
+                   if h is None and job.effect_state(s, None) == "unknown"]  # fmt: skip
+        if job.holds and unknown:
+            self.hold(job, unknown[0])
+        else:
+            self.end(job, "failed")
+
+    # Producers
+
+    def a_new_job(self, kind: str, queue: str, options: Row) -> Job:
+        return Job(
+            uuid4(), kind, queue, None, options.get("unique_until") == "claim", None,
+            "delay" in options, options["on_unknown"] == "hold",
+            options.get("max_attempts", 20), options.get("max_lost_leases", 5),
+        )  # fmt: skip
+
+    def enqueue(self, many: bool = False) -> None:
+        kind, queue = self.pick(KINDS), self.pick(QUEUES)
+        # One lane each, as a claim takes from lanes of one priority in random order.
+        priority = 3 * QUEUES.index(queue) + KINDS.index(kind)
+        options: Row = {"priority": priority, "on_unknown": self.pick(("retry", "hold"))}
+        if self.random.random() < 0.2:
+            options["delay"] = HOUR
+        if self.pick((False, True)):
+            options |= {"max_attempts": 2, "max_lost_leases": self.pick((2, 1))}
+        count = self.pick((2, 3, 4)) if many else 1
+        unique = [self.pick((None, "u", "v")) for _ in range(count)]
+        serial = [self.pick((None, None, None, "s", "s", "t")) for _ in range(count)]
+        until = self.pick(("end", "claim", "for"))
+        if until == "claim":
+            options["unique_until"] = "claim"
+        elif until == "for" and any(unique):
+            options["unique_for"] = HOUR
+        expected = []
+        for unique_key, serial_key in zip(unique, serial, strict=True):
+            job = self.a_new_job(kind, queue, options)
+            job.unique_key, job.serial_key = unique_key, serial_key
+            expected.append((job, self.add(job, "unique_for" in options)))
+        if many:
+            answer = self.ask(
+                "enqueue_many", kind=kind, queue=queue, payloads=[{}] * count,
+                unique_keys=unique, serial_keys=serial, **options,
+            )  # fmt: skip
+        else:
+            answer = self.ask(
+                "enqueue", kind=kind, queue=queue, unique_key=unique[0], serial_key=serial[0],
+                **options,
+            )  # fmt: skip
+        known = {job.id for job in self.jobs}
+        assert [row["created"] for row in answer] == [job is holder for job, holder in expected]
+        for row, (job, holder) in zip(answer, expected, strict=True):
+            if job is holder:
+                assert row["job_id"] not in known, "an id was issued twice"
+                job.id = row["job_id"]
+        assert [row["job_id"] for row in answer] == [holder.id for _, holder in expected]
+
+    def enqueue_many(self) -> None:
+        self.enqueue(many=True)
+
+    # Workers
+
+    def claim(self) -> None:
+        worker, most = self.pick(("a", "b")), self.pick((1, 2, 10, 10))
+        queues = self.pick((None, None, None, [self.pick(QUEUES)]))
+        kinds = self.pick((None, None, None, [self.pick(KINDS)]))
+        # A claim looks at its floors, and for exhausted jobs, every 5 ms: here always.
+        rows(self.workers[worker], "select set_config('taskboard.floors_at', '', false)")
+        answer = self.ask(
+            "claim", self.workers[worker], worker=worker, max_jobs=most, queues=queues, kinds=kinds
+        )
+        seen = [
+            job for job in self.jobs
+            if (queues is None or job.queue in queues) and (kinds is None or job.kind in kinds)
+        ]  # fmt: skip
+        # A claim may end exhausted jobs on its way, and must before it says that nothing is ready.
+        gone = {
+            id for (id,) in rows(
+                self.db,
+                "select id from taskboard.history union all"
+                " select id from taskboard.jobs where waits_for = 'person'",
+            )
+        }  # fmt: skip
+        for job in [job for job in seen if job.exhausted and job.id in gone]:
+            job.lost_leases += 1
+            if job.cancelling:
+                self.end(job, "cancelled")
+            else:
+                self.end_failed(job)
+        given = {token for job in self.jobs for token in job.tokens}
+        for row in answer:
+            (job,) = [job for job in seen if job.id == row["job_id"]]
+            assert job.claimable, f"claimed although {job.state}"
+            assert not self.paused & {None, job.queue}, "claimed although paused"
+            assert row["lease_token"] not in given, "a token was given twice"
+            job.lost_leases += job.state == "expired"
+            job.attempt += 1
+            job.state, job.token, job.worker = "running", row["lease_token"], worker
+            job.tokens.append(row["lease_token"])
+            if job.until_claim:
+                self.free_key(job)
+                job.unique_key = None
+            assert (row["attempt"], row["failures"], row["lost_leases"]) == (
+                job.attempt, job.failures, job.lost_leases)  # fmt: skip
+            assert (row["queue"], row["kind"]) == (job.queue, job.kind)
+        assert len({row["job_id"] for row in answer}) == len(answer) <= most
+        if len(answer) < most:
+            passed = [job for job in seen if not self.paused & {None, job.queue}
+                      and (job.claimable or job.exhausted)]  # fmt: skip
+            assert not passed, "a claim that was not full passed over jobs"
+
+    def renew(self) -> None:
+        job = self.a_job(*LEASED)
+        token = self.a_token(job)
+        many = self.pick((False, True))
+        if many:
+            answer = self.ask("renew_many", job_ids=[job.id], lease_tokens=[token])
+        else:
+            answer = self.ask("renew", job_id=job.id, lease_token=token)
+        if job.state == "running" and job.owns(token):
+            (row,) = answer
+            assert (row["job_id"], row["cancel_requested"]) == (job.id, job.cancelling)
+            assert row.get("outcome", "renewed") == "renewed"
+        else:
+            assert answer == []
+
+    def require_lease(self) -> None:
+        job = self.a_job(*LEASED)
+        token = self.a_token(job)
+        answer = self.ask("require_lease", job_id=job.id, lease_token=token)
+        if job.owns(token):
+            assert [row["job_id"] for row in answer] == [job.id]
+        else:
+            assert answer == "TB001"
+
+    def recorded(self, job: Job, token: UUID) -> bool:
+        """Whether a completion must be accepted; if it is the first, the model takes it in."""
+        if job.owns(token):
+            for (step, by), happened in list(job.effects.items()):
+                if by == token and happened is None:
+                    job.testify(step, by, True)
+            self.end(job, "completed", token)
+            return True
+        return job.state == "completed" and job.ended_by == token
+
+    def complete(self) -> None:
+        job = self.a_job(*LEASED, "completed")
+        token = self.a_token(job)
+        if job.ended_by is not None and self.pick((False, True)):
+            token = job.ended_by
+        before = job.finished_at
+        recorded = self.recorded(job, token)
+        answer = self.ask("complete", job_id=job.id, lease_token=token, result={"by": "a"})
+        assert [row["job_id"] for row in answer] == [job.id] * recorded
+        if recorded and job.finished_at is not None:
+            assert answer[0]["finished_at"] == before, "a repeat gave another date"
+
+    def complete_many(self) -> None:
+        pairs = {job: self.a_token(job) for job in (self.a_job(*LEASED), self.a_job(*LEASED))}
+        expected = {job.id for job, token in pairs.items() if self.recorded(job, token)}
+        answer = self.ask(
+            "complete_many", job_ids=[job.id for job in pairs], lease_tokens=list(pairs.values())
+        )
+        assert {row["job_id"] for row in answer} == expected
+        assert len(answer) == len(expected)
+
+    def give_back(self, job: Job, waits: bool) -> None:
+        job.end_lease()
+        job.state = "scheduled" if waits else "ready"
+
+    def fail(self) -> None:
+        job = self.a_job(*LEASED)
+        token = self.a_token(job)
+        retry_in = self.pick(("0", "0", None, HOUR))
+        permanent = self.pick((False, False, False, True))
+        answer = self.ask(
+            "fail", job_id=job.id, lease_token=token, error="no", retry_in=retry_in,
+            permanent=permanent,
+        )  # fmt: skip
+        if not job.owns(token):
+            assert answer == []
+            return
+        job.failures += 1
+        if job.cancelling:
+            self.end(job, "cancelled")
+        elif permanent or job.failures >= job.max_attempts:
+            self.end_failed(job)
+        else:
+            self.give_back(job, retry_in != "0")
+        assert [(row["job_id"], row["state"]) for row in answer] == [(job.id, job.state)]
+
+    def release(self) -> None:
+        job = self.a_job(*LEASED)
+        token = self.a_token(job)
+        delay = self.pick((None, HOUR))
+        answer = self.ask("release", job_id=job.id, lease_token=token, delay=delay)
+        if not job.owns(token):
+            assert answer == []
+            return
+        if job.cancelling:
+            self.end(job, "cancelled")
+        else:
+            self.give_back(job, delay is not None)
+        assert [(row["job_id"], row["state"]) for row in answer] == [(job.id, job.state)]
+
+    def begin_effect(self) -> None:
+        job = self.a_job(*LEASED)
+        token = self.a_token(job)
+        step = self.pick(("main", *EFFECTS))
+        valid = self.pick((None, None, "0"))
+        done = step in job.results
+        answer = self.ask(
+            "begin_effect", job_id=job.id, lease_token=token, step=step, key_valid_for=valid
+        )
+        if not (job.state == "running" and job.owns(token)):
+            assert answer == []
+            return
+        state = job.effect_state(step, token)
+        if state == "unknown" and (job.holds or valid == "0"):
+            state = "held"
+            self.hold(job, step)
+        elif state != "done" and not job.effects.get((step, token)):
+            job.effects[step, token] = None
+        (row,) = answer
+        assert row["state"] == state
+        assert row["result"] == (job.results[step] if state == "done" else None)
+        assert (row["state"] == "done") == done, "E1"
+        assert row["idempotency_key"] == f"{job.id}/{step}", "E1"
+
+    def end_effect(self) -> None:
+        """Evidence, of the owner or late."""
+        job = self.pick([job for job in self.jobs if job.effects] * 5 + self.jobs)
+        step, token = self.pick([*job.effects, (self.pick(EFFECTS), self.a_token(job))])
+        happened, result = self.pick((True, False)), {"n": self.pick((1, 2, 3))}
+        answer = self.ask(
+            "end_effect", job_id=job.id, lease_token=token, step=step, happened=happened,
+            result=result,
+        )  # fmt: skip
+        if (step, token) not in job.effects:
+            assert answer == []
+            return
+        told = job.effects[step, token]
+        if told is None or (happened and not told):
+            job.testify(step, token, happened, result)
+        if job.held_step == step and job.effect_state(step, None) != "unknown":
+            job.state, job.held_step = "ready", None
+        assert [row["state"] for row in answer] == [job.effect_state(step, token)]
+
+    # People, and time
+
+    def cancel(self) -> None:
+        job = self.a_job("running", "blocked")
+        force = self.pick((False, False, True))
+        answer = self.ask("cancel", job_id=job.id, force=force)
+        if job.state == "running" and not force:
+            job.cancelling = True
+        elif job.live:
+            self.end(job, "cancelled")
+        assert answer == [{"job_id": job.id, "state": job.state}]
+
+    def retry(self) -> None:
+        job = self.a_job(*FINAL)
+        answer = self.ask("retry", job_id=job.id)
+        if job.state in LEASED:
+            assert answer == "TB003"
+            return
+        if not job.live:
+            if job.unique_key is not None:
+                key = self.keys.setdefault((job.kind, job.unique_key), Key(job, True, False))
+                if key.job is not job:
+                    assert answer == "TB003"
+                    return
+                key.live = True
+            job.failures = job.lost_leases = 0
+            job.ended_by = None
+            self.queue_up(job, "ready")
+        assert answer == [{"job_id": job.id, "state": job.state}]
+
+    def resolve(self) -> None:
+        job = self.a_job("held")
+        step = self.pick([job.held_step or "main", *EFFECTS])
+        happened = self.pick((True, False))
+        answer = self.ask("resolve", job_id=job.id, step=step, happened=happened)
+        if job.held_step == step:
+            for (about, token), told in list(job.effects.items()):
+                if about == step and told is None:
+                    job.testify(step, token, happened)
+            job.state, job.held_step = "ready", None
+        elif step not in {about for about, _ in job.effects} or (
+            job.effect_state(step, None) != ("done" if happened else "fresh")
+        ):
+            assert answer == "TB003"
+            return
+        assert answer == [{"job_id": job.id, "state": job.state}]
+
+    def evict(self) -> None:
+        worker = self.pick(("a", "b"))
+        lapsed = [job for job in self.jobs if job.state == "running" and job.worker == worker]
+        answer = self.ask("evict", worker=worker)
+        assert {row["job_id"] for row in answer} == {job.id for job in lapsed}
+        for job in lapsed:
+            job.state = "expired"
+
+    def time_passes(self) -> None:
+        """The deadline of one job, or of all that have one, is past."""
+        for job in self.pick((self.jobs, [self.a_job("running")], [self.a_job("scheduled")])):
+            if job.state in ("running", "scheduled"):
+                self.log.append(f"time passes for {job.id}")
+                expire(self.db, job.id)
+                job.state = "expired" if job.state == "running" else "ready"
+
+    def pause(self) -> None:
+        queue = self.pick((None, *QUEUES))
+        self.ask("pause", queue=queue)
+        self.paused.add(queue)
+
+    def resume(self) -> None:
+        for queue in self.pick(((None, *QUEUES), (None, *QUEUES), QUEUES)):
+            self.ask("resume", queue=queue)
+            self.paused.discard(queue)
+
+    # The look
+
+    def compare(self) -> None:
+        """The tables hold what the model says, and what must hold whatever the model says."""
+        live = rows(
+            self.db,
+            "select id, state, attempt, failures, lost_leases, lease_token, leased_by, unique_key,"
+            " serial_key, held_step, cancel_requested_at is not null, kind, serial_no"
+            " from taskboard.live_jobs",
+        )
+        past = rows(
+            self.db,
+            "select id, state, attempt, failures, lost_leases, finished_at from taskboard.history",
+        )
+        ids = [row[0] for row in live + past]
+        assert len(set(ids)) == len(ids), "a job stands twice"
+        assert set(ids) == {job.id for job in self.jobs}, "a job is lost"
+        assert {row[0]: row[1:11] for row in live} == {
+            job.id: (
+                job.state, job.attempt, job.failures, job.lost_leases, job.token, job.worker,
+                job.unique_key, job.serial_key, job.held_step, job.cancelling,
+            )
+            for job in self.jobs if job.live
+        }  # fmt: skip
+        dates = {row[0]: row[5] for row in past}
+        for job in self.jobs:
+            if not job.live and job.finished_at is None:
+                job.finished_at = dates.get(job.id)
+        assert {row[0]: row[1:] for row in past} == {
+            job.id: (job.state, job.attempt, job.failures, job.lost_leases, job.finished_at)
+            for job in self.jobs if not job.live
+        }  # fmt: skip
+
+        unique = [(row[11], row[7]) for row in live if row[7] is not None]
+        assert len(set(unique)) == len(unique), "two live jobs have one unique key"
+        held = rows(
+            self.db,
+            "select kind, key, job_id, live, held_until is not null from taskboard.unique_keys",
+        )
+        assert {(kind, key): tuple(more) for kind, key, *more in held} == {
+            name: (key.job.id, key.live, key.lasting) for name, key in self.keys.items()
+        }
+
+        lines: dict[str, list[tuple[int, UUID, str]]] = {}
+        for row in live:
+            if row[8] is not None:
+                lines.setdefault(row[8], []).append((row[12], row[0], row[1]))
+        for line in lines.values():
+            line.sort()
+            assert [state == "blocked" for _, _, state in line] == [False] + [True] * (
+                len(line) - 1
+            ), "not exactly the first of a serial key has its turn"
+        assert {key: [id for _, id, _ in line] for key, line in lines.items()} == {
+            key: [job.id for job in line] for key, line in self.turns.items()
+        }
+        assert dict(rows(self.db, "select key, turn_of from taskboard.serial_keys")) == {
+            key: line[0].id for key, line in self.turns.items()
+        }
+
+        effects = rows(
+            self.db,
+            "select job_id, step, lease_token, happened, idempotency_key from taskboard.effects",
+        )
+        assert {row[:3]: row[3] for row in effects} == {
+            (job.id, step, token): happened
+            for job in self.jobs
+            for (step, token), happened in job.effects.items()
+        }
+        assert all(row[4] == f"{row[0]}/{row[1]}" for row in effects), "E1"
+
+
+# How often each is tried, and in which states it has something to do: mostly it is tried then.
+VERBS: tuple[tuple[Callable[[Life], None], int, tuple[str, ...]], ...] = (
+    (Life.enqueue, 2, ()),
+    (Life.enqueue_many, 1, ()),
+    (Life.claim, 12, ("ready", "expired")),
+    (Life.renew, 2, LEASED),
+    (Life.require_lease, 1, LEASED),
+    (Life.complete, 3, (*LEASED, "completed")),
+    (Life.complete_many, 1, LEASED),
+    (Life.fail, 4, LEASED),
+    (Life.release, 2, LEASED),
+    (Life.begin_effect, 8, LEASED),
+    (Life.end_effect, 3, ()),
+    (Life.cancel, 2, ()),
+    (Life.retry, 2, FINAL),
+    (Life.resolve, 4, ("held",)),
+    (Life.evict, 1, ("running",)),
+    (Life.time_passes, 5, ("running", "scheduled")),
+    (Life.pause, 1, ()),
+    (Life.resume, 2, ()),
+)
+
+
+def went_wrong(workers: dict[str, Connection], steps: Sequence[int]) -> str | None:
+    """Live the steps, each the seed of its choices, from an empty database.
+
+    What was done, if something was wrong at its end; else None.
+    """
+    life = Life(workers)
+    life.db.execute("call public.empty()")
+    set_default(life.db, "backoff", "10 minutes")
+    try:
+        for seed in steps:
+            life.random.seed(seed)
+            life.step()
+            life.compare()
+    except (AssertionError, KeyError, ValueError, psycopg.Error) as error:
+        return "\n".join([*life.log, f"{type(error).__name__}: {error}"])
+    return None
+
+
+def shortest(workers: dict[str, Connection], steps: list[int], wrong: str) -> str:
+    """Leave out what a failure does not need, for a few seconds; what is then wrong."""
+    until = monotonic() + 10
+    size = len(steps) // 2
+    while size > 0:
+        at = len(steps) - size
+        while at >= 0 and monotonic() < until:
+            fewer = steps[:at] + steps[at + size :]
+            if found := went_wrong(workers, fewer):
+                steps, wrong = fewer, found
+            at -= size
+        size //= 2
+    return wrong
+
+
+def test_every_life_goes_as_the_model_says(
+    request: pytest.FixtureRequest, db: Connection, connect: Callable[..., Connection]
+) -> None:
+    seed = int(request.config.getoption("hypothesis_seed", None) or 1)
+    print(f"--hypothesis-seed={seed}")
+    random = Random(seed)
+    workers = {"a": db, "b": connect("b")}
+    for n in range(1, LIVES + 1):
+        steps = [random.getrandbits(32) for _ in range(STEPS)]
+        if wrong := went_wrong(workers, steps):
+            pytest.fail(f"life {n}, shortened:\n{shortest(workers, steps, wrong)}", pytrace=False)
