@@ -290,10 +290,7 @@ MUTANTS: Final = (
         "L1",
         "30_complete.sql",
         (("      order by w.id) as w\n", "      limit all) as w\n"),),
-        (
-            BATCH + "test_batch_in_the_opposite_order_waits_for_the_first_row_and_holds_none",
-            BATCH + "test_completions_in_opposite_orders",
-        ),
+        (BATCH + "test_batch_in_the_opposite_order_waits_for_the_first_row_and_holds_none",),
     ),
     Mutant(
         "scan floor adopted at once",
