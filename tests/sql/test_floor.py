@@ -619,7 +619,7 @@ def test_a_floor_that_rises_too_early_hides_jobs_in_these_tests(
     # By the exact steps; somebody else's transaction on this server may spoil a round.
     assert not all(late(db, worker, producer, "enqueue")[1] for _ in range(5))
     # And by chance, which on a busy machine may need another try.
-    for _ in range(4):
+    for _ in range(12):
         for table in ("jobs", "history", "serial_keys"):
             query(db, f"delete from taskboard.{table}")
         _, lost = hidden(
