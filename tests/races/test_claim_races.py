@@ -58,8 +58,10 @@ def test_eight_sessions_get_each_of_many_jobs_once_and_never_wait(named: Named) 
         while not done.is_set():
             seen.extend(
                 observer.sql(
-                    "select locktype, mode from pg_locks where not granted"
-                    " and locktype in ('tuple', 'transactionid')"
+                    "select l.locktype, l.mode, a.query, pg_blocking_pids(l.pid)"
+                    " from pg_locks as l join pg_stat_activity as a on a.pid = l.pid"
+                    " where not l.granted and l.locktype in ('tuple', 'transactionid')"
+                    " and a.datname = current_database()"
                 )
             )
 
