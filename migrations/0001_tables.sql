@@ -29,7 +29,9 @@ create table if not exists taskboard.settings (
   incidents_per_minute integer not null default 1000,
   notify boolean not null default true,
   shard integer not null default 0,
+  shard_id text not null generated always as (lpad(to_hex(shard), 4, '0')) stored,
   queue_rights boolean not null default false,
+  queue_limits boolean not null default false,
   paused_at timestamptz,
   constraint settings_key primary key (one_row),
   constraint settings_one_row check (one_row),
@@ -52,10 +54,11 @@ create table if not exists taskboard.lanes (
   id integer not null default nextval('taskboard.lane_ids'),
   queue text not null,
   kind text not null,
-  priority smallint not null,
+  priority integer not null,
   "returning" boolean not null,
   returns_to integer not null,
   keeps boolean not null default true,
+  lease interval,
   constraint lanes_key primary key (id),
   constraint lanes_priority_bounded check (priority between 0 and 9),
   constraint lanes_returning_to_itself check ("returning" = (returns_to = id))
@@ -138,7 +141,7 @@ create table if not exists taskboard.jobs (
 create index if not exists jobs_claim on taskboard.jobs (lane_id, claimable_at, place);
 
 create index if not exists jobs_turn
-  on taskboard.jobs (serial_key, serial_no) where waits_for = 'turn';
+  on taskboard.jobs (serial_key, serial_no) where waits_for is not null;
 
 create table if not exists taskboard.unique_keys (
   kind text not null,
@@ -163,7 +166,7 @@ create table if not exists taskboard.history (
   id uuid not null,
   finished_at timestamptz not null,
   attempt integer not null,
-  priority smallint not null,
+  priority integer not null,
   failures integer not null,
   lost_leases integer not null,
   max_attempts integer,

@@ -59,6 +59,8 @@ $$One ordered stream of jobs per queue, kind and priority, and one for those tha
 Not unique: two first registrations at once make two, and claim reads both.$$;
 comment on column taskboard.lanes."returning" is $$Whether it holds jobs claimed before.$$;
 comment on column taskboard.lanes.returns_to is $$The lane that its jobs move to when claimed.$$;
+comment on column taskboard.lanes.lease is
+$$The queue's lease, from queues.lease.$$;
 comment on column taskboard.lanes.keeps is
 $$A copy of the queue's keep_completed, for the statement that completes.$$;
 
@@ -150,6 +152,10 @@ comment on column taskboard.settings.notify is $$Whether enqueue may notify slee
 comment on column taskboard.settings.shard is $$This database's number, part of each job id.$$;
 comment on column taskboard.settings.queue_rights is
 $$Whether any role is limited to named queues; kept by allow_queue and disallow_queue.$$;
+comment on column taskboard.settings.shard_id is
+$$The shard as the last four digits of a job id.$$;
+comment on column taskboard.settings.queue_limits is
+$$Whether some queue is paused or has a limit.$$;
 comment on column taskboard.settings.paused_at is $$Since when all claims are paused.$$;
 comment on table taskboard.migrations is
 $$What was installed, written by every way of installing; functions has the loaded checksum.$$;

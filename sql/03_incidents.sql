@@ -46,27 +46,6 @@ $$;
 comment on function taskboard.caller() is
 $$Return the role whose rights count: that of set role, else the login (internal).$$;
 
-create or replace function taskboard.note_lapse(
-  job_id uuid, lane_id integer, leased_by text, lost_leases integer)
-returns text
-language plpgsql
-security definer
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-  perform taskboard.note_incident(
-    'lease_lapsed', note_lapse.job_id, l.queue, l.kind, note_lapse.leased_by,
-    format('lost lease %s of this job', note_lapse.lost_leases))
-  from taskboard.lanes as l
-  where l.id = note_lapse.lane_id;
-  return note_lapse.leased_by;
-end
-$$;
-
-comment on function taskboard.note_lapse(uuid, integer, text, integer) is
-$$Record that a claim took over a lapsed lease; return who had it (internal).
-Called from inside the claiming update, so that a claim without a lapse pays nothing.$$;
-
 create or replace function taskboard.note_refusal(verb text, job_id uuid, lease_token uuid)
 returns void
 language plpgsql

@@ -81,24 +81,6 @@ $$;
 comment on function taskboard.free_unique_key(text, text, uuid) is
 $$Free a job's unique key, or leave it held for the rest of unique_for (internal).$$;
 
-create or replace function taskboard.free_claimed_key(lane_id integer, key text, job_id uuid)
-returns text
-language plpgsql
-security definer
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-  perform taskboard.free_unique_key(l.kind, free_claimed_key.key, free_claimed_key.job_id)
-  from taskboard.lanes as l
-  where l.id = free_claimed_key.lane_id;
-  return null;
-end
-$$;
-
-comment on function taskboard.free_claimed_key(integer, text, uuid) is
-$$Free the unique key of a job that holds it only until claimed; null (internal).
-Called from inside the claiming update, so that a claim of other jobs pays nothing.$$;
-
 create or replace function taskboard.join_serial_key(
   key text, job_id uuid, out serial_no bigint, out has_turn boolean)
 language plpgsql

@@ -11,18 +11,19 @@ comment on function taskboard.exact(interval) is
 $$Turn days and months into seconds (internal).
 '1 day' is 23 to 25 hours by the caller's time zone; what we add to a clock must not be.$$;
 
--- 48 bits of milliseconds, version 7, 58 random bits, 16 bits of shard.
-create or replace function taskboard.new_job_id(shard integer, at timestamptz)
+-- 48 bits of milliseconds, version 7, 58 random bits, 16 bits of shard. The milliseconds have
+-- eleven hexadecimal digits until the year 2527.
+create or replace function taskboard.new_job_id(at timestamptz, shard text)
 returns uuid
 language sql
 volatile
-return (
-  lpad(to_hex((date_part('epoch', at) * 1000)::bigint), 12, '0')
-  || '7' || substr(gen_random_uuid()::text, 16, 17) || lpad(to_hex(shard), 4, '0'))::uuid;
+return concat(
+  '0', to_hex((date_part('epoch', at) * 1000)::bigint), '7',
+  substr(gen_random_uuid()::text, 16, 17), shard)::uuid;
 
-comment on function taskboard.new_job_id(integer, timestamptz) is
+comment on function taskboard.new_job_id(timestamptz, text) is
 $$Make a time-ordered random job id that carries its shard (internal).
-Random and not a sequence: a failover or a restore must never issue an id again.$$;
+shard: settings.shard_id. Random and not a sequence: a failover or a restore must never issue an id again.$$;
 
 -- A lock that was got is let go at once; what is read is whether we got it.
 create or replace function taskboard.somebody_sleeps(queue text)

@@ -29,12 +29,11 @@ begin
     -- No unique constraint: a second first registration must not wait for ours to commit.
     v_returning := nextval('taskboard.lane_ids');
     v_fresh := nextval('taskboard.lane_ids');
-    insert into taskboard.lanes (id, queue, kind, priority, "returning", returns_to, keeps)
+    insert into taskboard.lanes (id, queue, kind, priority, "returning", returns_to, keeps, lease)
     select n.id, register_lane.queue, register_lane.kind, register_lane.priority,
-      n.id = v_returning, v_returning, coalesce((
-        select q.keep_completed from taskboard.queues as q where q.name = register_lane.queue),
-        true)
-    from unnest(array[v_returning, v_fresh]) as n (id);
+      n.id = v_returning, v_returning, coalesce(q.keep_completed, true), q.lease
+    from unnest(array[v_returning, v_fresh]) as n (id)
+    left join taskboard.queues as q on q.name = register_lane.queue;
   end if;
   return v_fresh;
 end
@@ -154,7 +153,7 @@ begin
   loop
     v_now := case when pg_current_xact_id() is not null then clock_timestamp() end;
     insert into taskboard.jobs as j (id, lane_id, claimable_at, run_at, created_at, payload)
-    select taskboard.new_job_id(s.shard, v_now), l.id, v_now, v_now, v_now, enqueue.payload
+    select taskboard.new_job_id(v_now, s.shard_id), l.id, v_now, v_now, v_now, enqueue.payload
     from taskboard.lanes as l
     cross join taskboard.settings as s
     where l.queue = enqueue.queue and l.kind = enqueue.kind and l.priority = enqueue.priority

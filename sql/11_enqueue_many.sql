@@ -87,7 +87,7 @@ begin
       id, lane_id, place, claimable_at, run_at, created_at, lease, timeout, max_attempts,
       max_lost_leases, on_unknown, headers, payload)
     select
-      taskboard.new_job_id(v_set.shard, v_now), v_lane, p.n, greatest(v_due, v_now), v_due, v_now,
+      taskboard.new_job_id(v_now, v_set.shard_id), v_lane, p.n, greatest(v_due, v_now), v_due, v_now,
       taskboard.exact(enqueue_many.lease), taskboard.exact(enqueue_many.timeout),
       enqueue_many.max_attempts, enqueue_many.max_lost_leases, enqueue_many.on_unknown,
       enqueue_many.headers, p.payload
@@ -131,13 +131,13 @@ declare
   v_holders uuid[] := v_ids;
   v_serial_nos bigint[] := array_fill(null::bigint, array[cardinality(payloads)]);
   v_turns boolean[] := array_fill(true, array[cardinality(payloads)]);
-  v_shard integer;
+  v_shard text;
   v_now timestamptz := clock_timestamp();
   v_turn record;
   v_wake boolean := false;
   n integer;
 begin
-  select s.shard into v_shard from taskboard.settings as s;
+  select s.shard_id into v_shard from taskboard.settings as s;
   -- Keys in sorted order, so that two batches with the same keys cannot block each other;
   -- within a key in input order.
   for n in
@@ -145,7 +145,7 @@ begin
     from generate_series(1, v_total) as k (n)
     order by enqueue_keyed.unique_keys[k.n], k.n
   loop
-    v_ids[n] := taskboard.new_job_id(v_shard, v_now);
+    v_ids[n] := taskboard.new_job_id(v_now, v_shard);
     v_holders[n] := v_ids[n];
     if enqueue_keyed.unique_keys[n] is not null then
       v_holders[n] := taskboard.take_unique_key(

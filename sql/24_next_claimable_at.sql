@@ -10,18 +10,23 @@ set enable_seqscan = off
 set enable_bitmapscan = off
 set jit = off
 as $$
+declare
+  v_plan text[] := taskboard.read_plan(
+    hashtextextended(format('%s/%s', next_claimable_at.queues, next_claimable_at.kinds), 0),
+    clock_timestamp());
+  v_lanes integer[] := v_plan[3]::integer[];
+  v_floors float8[] := v_plan[4]::float8[];
 begin
   perform taskboard.check_names(next_claimable_at.queues, next_claimable_at.kinds);
   return (
     select min(c.claimable_at)
     from taskboard.lanes as l
-    cross join lateral taskboard.read_floor(
-      current_setting('taskboard.lane_' || l.id, true), clock_timestamp()) as f
     cross join lateral (
       select j.claimable_at
       from taskboard.jobs as j
       where j.lane_id = l.id and j.claimable_at < 'infinity'
-        and j.claimable_at >= f.floor
+        and j.claimable_at >= coalesce(
+          to_timestamp(v_floors[array_position(v_lanes, l.id)]), '-infinity')
       order by j.lane_id, j.claimable_at, j.place
       limit 1) as c
     where (next_claimable_at.queues is null or l.queue = any (next_claimable_at.queues))

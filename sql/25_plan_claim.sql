@@ -69,7 +69,7 @@ $$Tell which queues a claim may take from, and how many from limited ones (inter
 Called only when some queue is paused, limited, or reserved for roles. A job whose lease has lapsed
 does not count as running: a stalled worker may exceed max_running.$$;
 
-create or replace function taskboard.count_starts(queue text, jobs integer)
+create or replace function taskboard.count_starts(job_ids uuid[])
 returns void
 language plpgsql
 security definer
@@ -78,15 +78,18 @@ as $$
 begin
   -- Counted from after the claim: no interval, wherever it begins, holds more than max_starts.
   insert into taskboard.queue_starts as s (queue, started_at, jobs)
-  select q.name, clock_timestamp(), count_starts.jobs
-  from taskboard.queues as q
-  where q.name = count_starts.queue and q.max_starts is not null
+  select q.name, clock_timestamp(), count(*)
+  from taskboard.jobs as j
+  join taskboard.lanes as l on l.id = j.lane_id
+  join taskboard.queues as q on q.name = l.queue
+  where j.id = any (count_starts.job_ids) and q.max_starts is not null
+  group by q.name
   on conflict on constraint queue_starts_key do update set jobs = s.jobs + excluded.jobs;
 end
 $$;
 
-comment on function taskboard.count_starts(text, integer) is
-$$Count jobs against a queue's rate, if it has one (internal).$$;
+comment on function taskboard.count_starts(uuid[]) is
+$$Count jobs that were claimed against the rates of their queues (internal).$$;
 
 create or replace function taskboard.limit_queue(
   queue text, max_running integer default null, max_starts integer default null,
@@ -120,6 +123,10 @@ begin
   on conflict (name) do update
   set max_running = excluded.max_running, max_starts = excluded.max_starts,
     starts_per = excluded.starts_per, lease = excluded.lease;
+  update taskboard.lanes as l
+  set lease = v_lease
+  where l.queue = limit_queue.queue and l.lease is distinct from v_lease;
+  perform taskboard.note_queues();
   perform taskboard.note_incident('queue_limited', queue => limit_queue.queue, detail => format(
     'running %s, starts %s per %s', limit_queue.max_running, limit_queue.max_starts,
     limit_queue.starts_per));

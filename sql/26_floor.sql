@@ -8,44 +8,91 @@
 -- has an id from X on reads its clock after our start, hence writes no place before P. Earlier
 -- ids may: so P is only a candidate, until a later look, from a snapshot in which all ids before
 -- X have ended (pg_snapshot_xmin >= X), shows what they left before P.
-create or replace function taskboard.read_floor(
-  hint text, at timestamptz, out floor timestamptz, out floor_place integer)
+--
+-- What a session remembers is a plan: an array of texts, each a field of the lanes that a claim
+-- scans, in the order in which it scans them. Dates are seconds since 1970, and 0 is no floor.
+--   1 a hash of queues and kinds, by which we know our own notes; a + when lanes are missing
+--   2 when it was written     3 lanes     4, 5 their floors: date and place
+--   6 1 for half a batch of returning jobs, 2 for fresh ones, 3 for the rest of the returning ones
+--   7, 8 among how many lanes the half is divided, and what rounds it up
+--   9 when each floor was last begun anew
+--   10, 11, 12 candidates: date, transaction id (0 for none) and place
+
+create or replace function taskboard.read_plan(key bigint, at timestamptz)
+returns text[]
 language plpgsql
-immutable
+stable
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-  v_set bigint;
-  v_at bigint := extract(epoch from read_floor.at) * 1000000;
-  v_part text[];
+  v_plan text[] := string_to_array(
+    current_setting('taskboard.plan_' || (read_plan.key & 7)::text, true), '/');
 begin
-  -- A hint that is unreadable, from the future, or over a minute old is no hint. Its parts: the
-  -- floor, when it was last begun anew, the candidate (microseconds), the candidate's transaction
-  -- id, and the places of floor and candidate.
-  if read_floor.hint
-    ~ '^(\d{1,16}/){3}\d{1,18}/\d{1,9}/\d{1,9}$'
+  if rtrim(v_plan[1], '+') = read_plan.key::text
+    and date_part('epoch', read_plan.at) - v_plan[2]::float8 between 0 and 60
   then
-    v_part := string_to_array(read_floor.hint, '/');
-    v_set := v_part[2]::bigint;
-    if v_set between v_at - 60000000 and v_at and v_part[1]::bigint <= v_at
-      and v_part[3]::bigint <= v_at
-    then
-      floor := 'epoch'::timestamptz + v_part[1]::bigint * '1 microsecond'::interval;
-      floor_place := v_part[5]::integer;
-      return;
-    end if;
+    return v_plan;
   end if;
-  floor := '-infinity';
-  floor_place := 0;
+  return null;
 end
 $$;
 
-comment on function taskboard.read_floor(text, timestamptz) is
-$$Tell the place in a lane before which no claimable row is, by a hint (internal).
--infinity when the hint is none.$$;
+comment on function taskboard.read_plan(bigint, timestamptz) is
+$$Read what this session remembers for claims with these arguments (internal).
+Null when there is nothing, or it is not ours, from the future, or over a minute old.$$;
 
-create or replace function taskboard.raise_floors(queues text[], kinds text[])
-returns void
+create or replace function taskboard.lanes_of(queues text[], kinds text[], known integer[])
+returns setof taskboard.lanes
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+begin
+  if lanes_of.queues is not null then
+    return query
+    select l.*
+    from taskboard.lanes as l
+    where l.queue = any (lanes_of.queues)
+      and (lanes_of.kinds is null or l.kind = any (lanes_of.kinds));
+  elsif (select count(*) from (select from taskboard.lanes limit 257) as l) <= 256 then
+    return query
+    select l.*
+    from taskboard.lanes as l
+    where lanes_of.kinds is null or l.kind = any (lanes_of.kinds);
+  else
+    -- Thousands of lanes are mostly empty: from row to row, one step for each that is not.
+    return query
+    with recursive busy as (
+      (select j.lane_id from taskboard.jobs as j order by j.lane_id limit 1)
+      union all
+      select (
+        select j.lane_id
+        from taskboard.jobs as j
+        where j.lane_id > b.lane_id
+        order by j.lane_id
+        limit 1)
+      from busy as b
+      where b.lane_id is not null
+    )
+    select l.*
+    from (select b.lane_id from busy as b union select k from unnest(lanes_of.known) as k) as b
+    join taskboard.lanes as l on l.id = b.lane_id
+    where lanes_of.kinds is null or l.kind = any (lanes_of.kinds);
+  end if;
+end
+$$;
+
+comment on function taskboard.lanes_of(text[], text[], integer[]) is
+$$Return the lanes of some queues and kinds, null for all (internal).
+Where there are very many, only those that have a job, and the known ones.$$;
+
+create or replace function taskboard.plan_scan(
+  queues text[], kinds text[], old text[], key bigint default null)
+returns text[]
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
@@ -55,70 +102,89 @@ set enable_bitmapscan = off
 set jit = off
 as $$
 declare
+  v_raise boolean := plan_scan.key is not null;
   v_mine bigint := pg_current_xact_id()::text::bigint;
-  v_now timestamptz := clock_timestamp();
-  v_lane record;
-  v_floor timestamptz;
-  v_floor_place integer;
-  v_note text[];
-  v_anew boolean;
-  v_xmin bigint;
-  v_seen timestamptz;
-  v_seen_place integer;
+  v_at numeric := extract(epoch from clock_timestamp());
+  v_lanes integer[] := plan_scan.old[3]::integer[];
+  v_floors numeric[] := plan_scan.old[4]::numeric[];
+  v_places integer[] := plan_scan.old[5]::integer[];
+  v_begun numeric[] := plan_scan.old[9]::numeric[];
+  v_candidates numeric[] := plan_scan.old[10]::numeric[];
+  v_ids bigint[] := plan_scan.old[11]::bigint[];
+  v_candidate_places integer[] := plan_scan.old[12]::integer[];
+  v_plan text[];
 begin
-  perform set_config('taskboard.floors_at', taskboard.microseconds(v_now)::text, false);
-  for v_lane in
-    select l.id, current_setting('taskboard.lane_' || l.id, true) as hint
-    from taskboard.lanes as l
-    where (raise_floors.queues is null or l.queue = any (raise_floors.queues))
-      and (raise_floors.kinds is null or l.kind = any (raise_floors.kinds))
-    order by l.priority, l.id
-    limit 64
-  loop
-    select f.floor, f.floor_place into v_floor, v_floor_place
-    from taskboard.read_floor(v_lane.hint, v_now) as f;
-    v_note := case when v_floor > '-infinity' then string_to_array(v_lane.hint, '/')
-      else array['0', '0', '0', '0', '0', '0'] end;
-    -- Twice a minute from the very beginning: a clock that stepped hides nothing for longer.
-    v_anew := v_now - taskboard.instant(v_note[2]::bigint) > make_interval(secs => 30);
-    -- One statement, hence one snapshot, for the row and for who is still running.
-    select pg_snapshot_xmin(pg_current_snapshot())::text::bigint, f.claimable_at, f.place
-    into v_xmin, v_seen, v_seen_place
-    from (values (1)) as one
-    left join (
+  -- One statement, hence one snapshot, for the rows and for who is still running.
+  with old as (
+    -- In random order, so that no lane of one priority starves; half of a batch is divided.
+    select l.id, l.priority, l.returning, l.nth,
+      count(*) over (partition by l.priority, l.returning) as many,
+      coalesce(v_floors[l.n], 0) as floor, coalesce(v_places[l.n], 0) as place,
+      coalesce(v_begun[l.n], 0) as begun, coalesce(v_ids[l.n], 0) as by,
+      v_candidates[l.n] as candidate, v_candidate_places[l.n] as candidate_place,
+      -- Twice a minute from the very beginning: a clock that stepped hides nothing for longer.
+      v_at - coalesce(v_begun[l.n], 0) not between 0 and 30 as anew
+    from (
+      select l.*, array_position(v_lanes, l.id) as n, row_number() over (
+          partition by l.priority, l.returning order by random()) as nth
+      from taskboard.lanes_of(plan_scan.queues, plan_scan.kinds, v_lanes) as l) as l
+  ), looked as (
+    -- The first row of each lane that anybody could claim, or the start of our transaction.
+    select o.*, coalesce(f.place, 0) as seen_place,
+      extract(epoch from coalesce(f.claimable_at, now())) as seen,
+      -- The candidate becomes the floor when all that ran before it was made has ended.
+      o.by <> 0 and pg_snapshot_xmin(pg_current_snapshot())::text::bigint >= o.by as adopt
+    from old as o
+    left join lateral (
       select j.claimable_at, j.place
       from taskboard.jobs as j
-      where j.lane_id = v_lane.id and (j.claimable_at, j.place) >= (
-        case when v_anew then '-infinity' else v_floor end, v_floor_place)
+      where v_raise and j.lane_id = o.id and (j.claimable_at, j.place) >= (
+        case when o.anew then '-infinity' else to_timestamp(o.floor) end, o.place)
       order by j.lane_id, j.claimable_at, j.place
-      limit 1) as f on true;
-    if v_seen is null or v_seen >= now() then
-      v_seen := now();
-      v_seen_place := 0;
-    end if;
-    -- The candidate becomes the floor when all that ran before it was made has ended.
-    if v_note[4] <> '0' and v_xmin >= v_note[4]::bigint then
-      v_floor := taskboard.instant(v_note[3]::bigint);
-      v_floor_place := v_note[6]::integer;
-      v_note[4] := '0';
-    end if;
-    if (v_seen, v_seen_place) < (v_floor, v_floor_place) then
-      v_floor := v_seen;
-      v_floor_place := v_seen_place;
-    end if;
-    if v_note[4] = '0' then
-      v_note[3] := taskboard.microseconds(v_seen)::text;
-      v_note[4] := v_mine::text;
-      v_note[6] := v_seen_place::text;
-    end if;
-    v_note[1] := taskboard.microseconds(greatest(v_floor, 'epoch'))::text;
-    v_note[2] := case when v_anew then taskboard.microseconds(v_now)::text else v_note[2] end;
-    v_note[5] := v_floor_place::text;
-    perform set_config('taskboard.lane_' || v_lane.id, array_to_string(v_note, '/'), false);
-  end loop;
+      limit 1) as f on f.claimable_at < now()
+  ), risen as (
+    select l.*, case when l.adopt then l.candidate else l.floor end as next,
+      case when l.adopt then l.candidate_place else l.place end as next_place,
+      l.adopt or l.by = 0 as again
+    from looked as l
+  ), noted as (
+    -- What the look found before it keeps the floor down.
+    select r.*, v_raise and (r.seen, r.seen_place) < (r.next, r.next_place) as lower
+    from risen as r
+  )
+  select array[
+    plan_scan.key::text, v_at::text, array_agg(p.id)::text,
+    array_agg(case when not v_raise then p.floor when p.lower then p.seen else p.next end)::text,
+    array_agg(case when not v_raise then p.place when p.lower then p.seen_place
+      else p.next_place end)::text,
+    array_agg(p.side)::text, array_agg(p.many)::text, array_agg(p.many - p.nth)::text,
+    array_agg(case when p.anew then v_at else p.begun end)::text,
+    array_agg(case when p.again then p.seen else p.candidate end)::text,
+    array_agg(case when p.again then v_mine else p.by end)::text,
+    array_agg(case when p.again then p.seen_place else p.candidate_place end)::text]
+  into v_plan
+  from (
+    -- Per priority: returning jobs up to half a batch, fresh ones, the rest of the returning ones.
+    select n.*, s.side
+    from noted as n
+    join (values (true, 1), (false, 2), (true, 3)) as s (returning_lane, side)
+      on s.returning_lane = n.returning
+    order by n.priority, s.side, n.nth) as p;
+  if v_raise and v_plan[3] is not null then
+    perform set_config('taskboard.plan_' || (plan_scan.key & 7)::text, array_to_string(
+      case when cardinality(v_plan[3]::integer[]) <= 96 then v_plan
+        -- Of many lanes it keeps floors, but no claim can do with these lanes alone.
+        else array[v_plan[1] || '+', v_plan[2]] || array(
+          select ((field.value::numeric[])[:96])::text
+          from unnest(v_plan[3:]) with ordinality as field (value, n)
+          order by field.n) end, '/'), false);
+  end if;
+  return v_plan;
 end
 $$;
 
-comment on function taskboard.raise_floors(text[], text[]) is
-$$Look at the first row of each lane and raise this session's scan floors (internal).
-At most 64 lanes, at most every few milliseconds. Hints only: a lost one costs one longer scan.$$;
+comment on function taskboard.plan_scan(text[], text[], text[], bigint) is
+$$Plan in which order a claim scans lanes, and from which floors (internal).
+old: what the session remembers. With a key, queues and kinds hashed, it looks at the first row of
+each lane, raises the floors and remembers the plan; only where the transaction has changed nothing
+yet. Hints only: a lost one costs one longer scan.$$;

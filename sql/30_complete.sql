@@ -11,15 +11,18 @@ set jit = off
 as $$
 declare
   v_row taskboard.completed;
+  v_set record;
   v_done record;
   v_finished_at timestamptz;
 begin
-  if not taskboard.may_touch(complete.job_id, complete.lease_token) then
+  select s.queue_rights, s.payload_bytes into v_set from taskboard.settings as s where s.one_row;
+  if (v_set.queue_rights or complete.job_id is null or complete.lease_token is null)
+    and not taskboard.may_touch(complete.job_id, complete.lease_token)
+  then
     return;
   end if;
   if complete.result is not null then
-    perform taskboard.check_document('result', complete.result, s.payload_bytes)
-    from taskboard.settings as s;
+    perform taskboard.check_document('result', complete.result, v_set.payload_bytes);
   end if;
 
   with gone as (

@@ -7,18 +7,19 @@ set lock_timeout = '5s'
 as $$
 declare
   v_new taskboard.settings;
+  v_ours text[] := array['one_row', 'queue_rights', 'queue_limits', 'paused_at', 'shard_id'];
 begin
   if configure.setting is null or configure.value is null then
     raise exception using errcode = '22004', message = 'setting and value must not be null',
       hint = 'For example: configure(''history'', ''30 days'').';
   end if;
   select s.* into v_new from taskboard.settings as s for update;
-  if not to_jsonb(v_new) - array['one_row', 'queue_rights', 'paused_at'] ? configure.setting then
+  if not to_jsonb(v_new) - v_ours ? configure.setting then
     raise exception using errcode = '22023', message = 'no such setting',
       hint = 'Settings: ' || (
         select string_agg(k, ', ' order by k)
         from jsonb_object_keys(
-          to_jsonb(v_new) - array['one_row', 'queue_rights', 'paused_at']) as k) || '.';
+          to_jsonb(v_new) - v_ours) as k) || '.';
   end if;
   begin
     v_new := jsonb_populate_record(v_new, jsonb_build_object(configure.setting, configure.value));

@@ -207,12 +207,12 @@ begin
     return;
   end if;
   return query select 'exhausted jobs ended'::text, taskboard.sweep_exhausted(
-    null, null, clock_timestamp(), 1000);
-  -- A lane that was being registered while keep_history ran.
+    taskboard.plan_scan(null, null, null), clock_timestamp(), 1000);
+  -- A lane that was being registered while keep_history or limit_queue ran.
   update taskboard.lanes as l
-  set keeps = q.keep_completed
+  set keeps = q.keep_completed, lease = q.lease
   from taskboard.queues as q
-  where q.name = l.queue and q.keep_completed <> l.keeps;
+  where q.name = l.queue and (q.keep_completed, q.lease) is distinct from (l.keeps, l.lease);
   return query select p.step, p.touched from taskboard.prune() as p;
   -- Last, as both hold locks until the end.
   return query select 'partitions made'::text, taskboard.make_partitions();

@@ -35,6 +35,7 @@ $$;
 \ir 24_next_claimable_at.sql
 \ir 25_plan_claim.sql
 \ir 26_floor.sql
+\ir 27_pick_jobs.sql
 \ir 30_complete.sql
 \ir 31_fail.sql
 \ir 32_release.sql

@@ -14,6 +14,7 @@ from typing import Final
 SQL: Final = Path(__file__).parents[2] / "sql"
 
 CLAIM: Final = "races/test_claim_races.py::"
+PLAN: Final = "races/test_remembered_plan_races.py::"
 RENEW: Final = "races/test_renew_races.py::"
 COMPLETE: Final = "races/test_complete_races.py::"
 FENCE: Final = "races/test_require_lease_races.py::"
@@ -59,16 +60,50 @@ MUTANTS: Final = (
     Mutant(
         "claim in two steps, look then update",
         "S1",
-        "20_claim.sql",
-        (("            for update skip locked) as c", "            ) as c"),),
+        "27_pick_jobs.sql",
+        (("          for update skip locked) as due", "          ) as due"),),
         (CLAIM + "test_second_claim_passes_over_a_job_that_is_just_being_claimed[commit]",),
     ),
     Mutant(
         "claim waits for a locked row",
         "S1",
-        "20_claim.sql",
-        (("for update skip locked) as c", "for update) as c"),),
+        "27_pick_jobs.sql",
+        (("for update skip locked) as due", "for update) as due"),),
         (CLAIM + "test_second_claim_takes_the_next_job_while_the_first_is_being_claimed",),
+    ),
+    Mutant(
+        "claim by a remembered plan in two steps, look then update",
+        "S1",
+        "20_claim.sql",
+        (("        for update skip locked) as due", "        ) as due"),),
+        (PLAN + "test_remembered_second_claim_passes_over_a_job_just_being_claimed[commit]",),
+    ),
+    Mutant(
+        "claim by a remembered plan waits for a locked row",
+        "S1",
+        "20_claim.sql",
+        (("for update skip locked) as due", "for update) as due"),),
+        (PLAN + "test_remembered_second_claim_takes_the_next_job_meanwhile",),
+    ),
+    Mutant(
+        "reclaim by a remembered plan a minute early",
+        "S3",
+        "20_claim.sql",
+        (
+            (
+                "where p.lane_id = lane.id and p.claimable_at <= v_now\n",
+                "where p.lane_id = lane.id and p.claimable_at <= v_now"
+                " + make_interval(mins => 2)\n",
+            ),
+        ),
+        (PLAN + "test_remembered_claim_passes_over_a_lease_just_being_extended[commit]",),
+    ),
+    Mutant(
+        "a remembered plan forgets whose budget is used up",
+        "L1",
+        "20_claim.sql",
+        (("p.lost_leases + 1 < coalesce(", "p.lost_leases < coalesce("),),
+        (PLAN + "test_remembered_claim_passes_over_what_is_exhausted_or_to_be_cancelled",),
     ),
     Mutant(
         "token ignored in complete",
@@ -147,7 +182,7 @@ MUTANTS: Final = (
     Mutant(
         "reclaim a minute early",
         "S3",
-        "20_claim.sql",
+        "27_pick_jobs.sql",
         (
             (
                 "where p.lane_id = lane.id and p.claimable_at <= v_now\n",
@@ -166,8 +201,8 @@ MUTANTS: Final = (
         "20_claim.sql",
         (
             (
-                "        claimable_at = clock_timestamp() + coalesce(",
-                "        claimable_at = now() + coalesce(",
+                "claimable_at = v_now + coalesce(",
+                "claimable_at = now() + coalesce(",
             ),
         ),
         (RENEW + "test_deadline_of_a_claim_late_in_a_transaction_lies_a_whole_lease_ahead",),
@@ -296,14 +331,15 @@ MUTANTS: Final = (
         "scan floor adopted at once",
         "L1",
         "26_floor.sql",
-        (("if v_note[4] <> '0' and v_xmin >= v_note[4]::bigint then", "if v_note[4] <> '0' then"),),
+        (("o.by <> 0 and pg_snapshot_xmin(pg_current_snapshot())::text::bigint >= o.by as adopt",
+          "o.by <> 0 as adopt"),),
         (SLOW + "enqueue]",),
     ),
     Mutant(
         "scan floor by the newest transaction that has ended",
         "L1",
         "26_floor.sql",
-        (("select pg_snapshot_xmin(", "select pg_snapshot_xmax("),),
+        (("and pg_snapshot_xmin(", "and pg_snapshot_xmax("),),
         (SLOW + "release]",),
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""The fixture of the races: sessions with names."""
+"""The fixtures of the races: sessions with names."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import psycopg
 import pytest
 
 from races.sessions import Session, session
+from support import rows
 
 
 @pytest.fixture
@@ -19,3 +20,29 @@ def named(
     """Give out sessions by name, each with a connection of its own."""
     with ExitStack() as stack:
         yield lambda name: stack.enter_context(session(name, connect(name), db))
+
+
+@pytest.fixture
+def quick(named: Callable[[str], Session], db: psycopg.Connection[Any]) -> Callable[[str], Session]:
+    """Give out two sessions, A and B, whose claims have nothing but the plan they remember.
+
+    A plan is believed for 20 ms; here for as long as a test takes.
+    """
+    ((text,),) = rows(db, "select pg_get_functiondef('taskboard.claim'::regproc)")
+    assert text.count("between 0 and 0.02") == 1
+    db.execute(text.replace("between 0 and 0.02", "between 0 and 60"))
+
+    def remember(name: str) -> Session:
+        session = named(name)
+        session.enqueue()
+        job = session.claim()
+        session.call("complete", job_id=job.job_id, lease_token=job.lease_token)
+        return session
+
+    a, b = remember("A"), remember("B")
+    db.execute(
+        "create or replace function taskboard.pick_jobs(queues text[], kinds text[],"
+        " max_jobs integer, key bigint, first boolean, picked tid[]) returns tid[]"
+        " language sql as 'select pick_jobs.picked'"
+    )
+    return {"A": a, "B": b}.__getitem__

@@ -43,11 +43,10 @@ def shared(server: Server, template: str) -> Iterator[Shared]:
             )
         )
         with session(server.dsn(name), "db") as own:
-            own.execute("create table public.first_settings as table taskboard.settings")
             own.execute(
                 sql.SQL(
                     "create procedure public.empty() language sql begin atomic {};"
-                    " insert into taskboard.settings table public.first_settings; end"
+                    " insert into taskboard.settings default values; end"
                 ).format(
                     sql.SQL("; ").join(
                         sql.SQL("delete from taskboard.{}").format(sql.Identifier(table))

@@ -44,16 +44,15 @@ Act = Callable[[Db], UUID]
 GAP = 0.022
 """Seconds between two claims of which each looks at the floors: a little over the 20 ms."""
 
-SECOND = 1_000_000
-
 # Floors that rise too early. The first asks nobody. The second asks whether anybody has ended who
 # began after us, instead of whether all have who began before. The third takes "one above the last
 # that ended" for its own id: somebody who still runs may lie at or above that.
 BROKEN: dict[str, list[tuple[str, str]]] = {
     "adopted at once": [
-        ("if v_note[4] <> '0' and v_xmin >= v_note[4]::bigint then", "if true then"),
-        ("v_floor := taskboard.instant(v_note[3]::bigint);", "v_floor := v_seen;"),
-        ("v_floor_place := v_note[6]::integer;", "v_floor_place := v_seen_place;"),
+        ("pg_snapshot_xmin(pg_current_snapshot())::text::bigint >= o.by as adopt", "true as adopt"),
+        ("o.by <> 0 and ", ""),
+        ("case when l.adopt then l.candidate else", "case when l.adopt then l.seen else"),
+        ("when l.adopt then l.candidate_place else", "when l.adopt then l.seen_place else"),
     ],
     "bounded by xmax": [("pg_snapshot_xmin(", "pg_snapshot_xmax(")],
     "xmax for its own id": [
@@ -81,26 +80,42 @@ def lanes(db: Db) -> list[int]:
     return [row["id"] for row in query(db, "select id from taskboard.lanes order by id")]
 
 
-def parts(session: Db, lane: int) -> list[str]:
-    """What a session has noted about a lane, or nothing."""
-    (row,) = query(
-        session, "select current_setting(%(name)s, true) as hint", name=f"taskboard.lane_{lane}"
+SLOTS = [f"taskboard.plan_{n}" for n in range(8)]
+"""The settings in which a session keeps its plans."""
+
+
+def hints(session: Db) -> dict[str, list[str]]:
+    """What a session remembers: the fields of each plan, by the setting that holds it."""
+    found = query(
+        session,
+        "select name, current_setting(name, true) as hint from unnest(%(names)s::text[]) as name",
+        names=SLOTS,
     )
-    return row["hint"].split("/") if row["hint"] else []
+    return {row["name"]: row["hint"].split("/") for row in found if row["hint"]}
 
 
-def give_hint(session: Db, lane: int, text: str) -> None:
-    query(
-        session, "select set_config(%(name)s, %(text)s, false)",
-        name=f"taskboard.lane_{lane}", text=text,
-    )  # fmt: skip
+def give_hint(session: Db, name: str, text: str) -> None:
+    query(session, "select set_config(%(name)s, %(text)s, false)", name=name, text=text)
+
+
+def numbers(field: str) -> list[float]:
+    return [float(number) for number in field.strip("{}").split(",")]
+
+
+def floors(session: Db) -> dict[int, float]:
+    """The floors of a session by lane, in seconds since 1970; 0 is none."""
+    return {
+        int(lane): floor
+        for plan in hints(session).values()
+        for lane, floor in zip(numbers(plan[2]), numbers(plan[3]), strict=True)
+    }
 
 
 def floor_age(session: Db) -> float:
     """How many seconds ago the lowest of a session's floors lies; infinite without one."""
     now = clock(session).timestamp()
-    floors = [parts(session, lane)[:1] for lane in lanes(session)]
-    return max(now - int(floor[0]) / SECOND if floor else float("inf") for floor in floors)
+    known = floors(session)
+    return max(now - known[lane] if known.get(lane) else float("inf") for lane in lanes(session))
 
 
 def ids(jobs: list[Row]) -> list[UUID]:
@@ -614,7 +629,7 @@ def test_under_a_quiet_load_every_job_is_found_by_the_same_session(
 def test_a_floor_that_rises_too_early_hides_jobs_in_these_tests(
     db: Db, worker: Db, connect: Connect, how: str
 ) -> None:
-    rewrite(db, "raise_floors", BROKEN[how])
+    rewrite(db, "plan_scan", BROKEN[how])
     producer = connect("producer")
     # By the exact steps; somebody else's transaction on this server may spoil a round.
     assert not all(late(db, worker, producer, "enqueue")[1] for _ in range(5))
@@ -633,50 +648,49 @@ def test_a_floor_that_rises_too_early_hides_jobs_in_these_tests(
 
 # Hints that cannot be trusted.
 
-# A hint begins with the floor, when it was set, the candidate (microseconds), its transaction id.
-UNTRUE = [
-    # No hints at all.
-    "", " ", "x", "1", "1/2/3", "{now}/{now}/{now}/0/1/2/3", "'; drop table taskboard.jobs; --",
-    "-1/{now}/-1/0{rest}", "+1/{now}/1/1{rest}", "1.5/{now}/1/1{rest}", "NaN/{now}/1/1{rest}",
-    "\u0661/{now}/\u0661/0{rest}", "infinity/{now}/infinity/0{rest}", "{now}/{now}/{now}/0/x/y",
-    "{late}/ {now}/{late}/0{rest}", "{late}/{now}/{late}/0x{rest}", "{late}/{now}/{late}/{rest}",
-    "99999999999999999/{now}/1/1{rest}", "1/99999999999999999999/1/1{rest}",
-    "1/{now}/1/9999999999999999999{rest}", "0/{now}/0/999999999999999999{rest}",
-    # Set in the future, or over a minute ago.
-    "{late}/{late}/{late}/0{rest}", "{late}/{soon}/{late}/0{rest}", "{late}/{old}/{late}/0{rest}",
-    "9999999999999999/{soon}/1/0{rest}", "{late}/0/{late}/0{rest}",
-    # Set just now, with an instant that has not come yet.
-    "{late}/{now}/{now}/0{rest}", "{now}/{now}/{late}/0{rest}", "{late}/{now}/{late}/0{rest}",
-    "9999999999999999/{now}/9999999999999999/0{rest}",
+# Changes of a plan's fields by their number from 1: times are offsets from now in seconds.
+UNTRUE: list[dict[int, float | str]] = [
+    # Set in the future, or over a minute ago, with floors that have not come yet.
+    {2: 2, 4: 3600, 10: 3600}, {2: -61, 4: 3600, 10: 3600}, {2: 3600, 4: 3600, 9: 3600, 10: 3600},
+    {2: "0", 4: 3600, 10: 3600}, {2: "Infinity", 4: 3600}, {2: "NaN", 4: 3600},
+    # For other arguments.
+    {1: "1", 4: 3600, 10: 3600}, {1: "", 4: 3600}, {1: "x", 4: 3600},
+    # The floor was last begun anew in the future, or long ago.
+    {2: -1, 9: 3600}, {2: -1, 9: -3600},
 ]  # fmt: skip
+
+GARBAGE = ["", " ", "x", "1", "1/2/3", "/////////////", "'; drop table taskboard.jobs; --", "{}"]
 
 
 @rows_only
 def test_hints_that_are_garbage_or_of_another_time_hide_nothing(db: Db, worker: Db) -> None:
-    rest = {lane: "".join(f"/{part}" for part in parts(worker, lane)[4:]) for lane in lanes(db)}
-    hid = []
-    for text in UNTRUE:
-        now = int(clock(db).timestamp() * SECOND) - 1_000
-        for lane, ids_of_jobs in rest.items():
-            give_hint(
-                worker, lane, text.format(
-                    now=now, soon=now + 2 * SECOND, late=now + 3600 * SECOND,
-                    old=now - 60 * SECOND, rest=ids_of_jobs,
-                ),
-            )  # fmt: skip
-        query(worker, "select set_config('taskboard.floors_at', %(text)s, false)", text=text)
+    hid: list[object] = []
+    for change in [*GARBAGE, *UNTRUE]:
+        now = clock(db).timestamp()
+        for name, plan in hints(worker).items():
+            text = change if isinstance(change, str) else ""
+            if isinstance(change, dict):
+                for field, value in change.items():
+                    given = str(value) if isinstance(value, str) else f"{now + value:.6f}"
+                    many = plan[field - 1].startswith("{")
+                    plan[field - 1] = (
+                        "{" + ",".join([given] * len(numbers(plan[2]))) + "}" if many else given
+                    )
+                text = "/".join(plan)
+            give_hint(worker, name, text)
         job_id = enqueue(db)
         if ids(poll(worker, 3)) != [job_id]:
-            hid.append(text)
+            hid.append(change)
     assert hid == []
 
 
 def step_back(session: Db, seconds: float) -> None:
     """What a session finds when the clock was so far ahead at its last look."""
-    for lane in lanes(session):
-        found = parts(session, lane)
-        found[:3] = [str(int(part) + int(seconds * SECOND)) for part in found[:3]]
-        give_hint(session, lane, "/".join(found))
+    for name, plan in hints(session).items():
+        plan[1] = f"{float(plan[1]) + seconds:.6f}"
+        for field in (3, 8, 9):
+            plan[field] = "{" + ",".join(f"{n + seconds:.6f}" for n in numbers(plan[field])) + "}"
+        give_hint(session, name, "/".join(plan))
 
 
 @rows_only
@@ -694,8 +708,8 @@ def test_a_clock_that_stepped_back_hides_nothing_from_a_session_that_polls(
 def test_a_clock_that_stepped_back_while_a_session_slept_hides_a_job_for_a_minute_at_most(
     db: Db, worker: Db
 ) -> None:
-    # Let the minute be short.
-    rewrite(db, "read_floor", [("60000000", "600000")])
+    # Let the half minute be short.
+    rewrite(db, "plan_scan", [("between 0 and 30", "between 0 and 0.3")])
     raise_floors(worker)
     step_back(worker, 0.3)
     job_id = enqueue(db)
@@ -712,13 +726,13 @@ def test_a_clock_that_stepped_back_while_a_session_slept_hides_a_job_for_a_minut
 def test_a_session_that_forgets_its_hints_finds_everything(db: Db, worker: Db) -> None:
     poll(worker)
     query(worker, "discard all")
-    assert floor_age(worker) == float("inf")
+    assert hints(worker) == {}
     job_id = enqueue(db)
     assert ids(poll(worker, 1)) == [job_id]
 
 
 @rows_only
-def test_no_session_keeps_hints_for_more_than_64_lanes_and_none_is_forgotten(
+def test_a_session_keeps_a_few_plans_of_at_most_64_lanes_and_no_lane_is_passed_over(
     db: Db, worker: Db
 ) -> None:
     for _ in range(2):
@@ -726,8 +740,21 @@ def test_no_session_keeps_hints_for_more_than_64_lanes_and_none_is_forgotten(
         jobs = poll(worker, 3, max_jobs=100)
         assert set(ids(jobs)) == added
         call(db, "complete_many", **pairs(*jobs))
-    known = [lane for lane in lanes(db) if parts(worker, lane)]
-    assert len(lanes(db)) == 82 and len(known) <= 64
+    assert len(lanes(db)) == 82
+    for n in range(20):
+        claim(worker, kinds=[f"kind {n}"])
+    assert len(hints(worker)) <= 8
+    assert all(len(numbers(plan[2])) <= 96 for plan in hints(worker).values())
+
+
+@rows_only
+def test_a_lane_that_appears_is_found_by_the_next_claim_that_has_room(
+    db: Db, worker: Db
+) -> None:
+    first = enqueue(db)
+    assert ids(claim(worker)) == [first]
+    other = enqueue(db, "another kind", priority=0)
+    assert ids(claim(worker)) == [other]
 
 
 # What the floor is for.

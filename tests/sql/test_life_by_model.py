@@ -275,8 +275,11 @@ class Life:
         worker, most = self.pick(("a", "b")), self.pick((1, 2, 10, 10))
         queues = self.pick((None, None, None, [self.pick(QUEUES)]))
         kinds = self.pick((None, None, None, [self.pick(KINDS)]))
-        # A claim looks at its floors, and for exhausted jobs, every 5 ms: here always.
-        rows(self.workers[worker], "select set_config('taskboard.floors_at', '', false)")
+        # A claim looks at its floors, and for exhausted jobs, every 20 ms: here always.
+        rows(
+            self.workers[worker],
+            "select set_config('taskboard.plan_' || n, '', false) from generate_series(0, 7) as n",
+        )
         answer = self.ask(
             "claim", self.workers[worker], worker=worker, max_jobs=most, queues=queues, kinds=kinds
         )

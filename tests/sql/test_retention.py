@@ -455,7 +455,8 @@ def settings(db: Db) -> Row:
 @rows_only
 def test_every_setting_can_be_changed_and_is_written_exactly(db: Db) -> None:
     before = settings(db)
-    assert set(before) - set(SETTINGS) == {"one_row", "queue_rights", "paused_at"}
+    ours = {"one_row", "queue_rights", "queue_limits", "paused_at", "shard_id"}
+    assert set(before) - set(SETTINGS) == ours
     query(db, "set timezone = 'America/New_York'")
     for name, value in SETTINGS.items():
         call(db, "configure", setting=name, value=value)
