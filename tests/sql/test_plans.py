@@ -291,3 +291,54 @@ def test_a_completion_and_a_renewal_cost_the_same_beside_a_long_history(
     call(warm, "complete", job_id=job["job_id"], lease_token=job["lease_token"])
     # A repeat looks into the history, and there into each day.
     assert touched(warm, "complete", f"'{job['job_id']}', '{job['lease_token']}'") < 100
+
+
+WAITING = {
+    "one key": "array_fill('s'::text, array[20000])",
+    "a key each": "array(select 'k' || n from generate_series(1, 20000) as n)",
+}
+
+
+def test_a_turn_is_handed_over_at_the_same_cost_however_many_jobs_and_keys_wait(
+    db: Db, warm: Db
+) -> None:
+    costs = {}
+    for kind, keys in WAITING.items():
+        query(
+            db,
+            "select count(*) from taskboard.enqueue_many(%(kind)s,"
+            f" array_fill('{{}}'::jsonb, array[20000]), serial_keys => {keys})",
+            kind=kind,
+        )
+        for end in ("complete", "cancel"):
+            costs[kind, end, "claim"] = touched(warm, arguments=f"kinds => array['{kind}']")
+            (job,) = query(
+                db,
+                "select id, lease_token as token, serial_key as key from taskboard.jobs"
+                " where lease_token is not null",
+            )
+            costs[kind, end, "join"] = touched(
+                warm, "enqueue", f"'{kind}', serial_key => '{job['key']}'"
+            )
+            costs[kind, end] = touched(
+                warm, end,
+                f"'{job['id']}', " + (f"'{job['token']}'" if end == "complete" else "'', true"),
+            )  # fmt: skip
+            (turn,) = query(
+                db, "select turn_no from taskboard.serial_keys where key = %(key)s", **job
+            )
+            assert turn["turn_no"] > 1, "the turn was not handed on"
+    assert {key: cost for key, cost in costs.items() if cost > 150} == {}
+
+
+def test_a_batch_changes_the_row_of_a_serial_key_once_however_many_jobs_it_adds(db: Db) -> None:
+    query(db, "begin")
+    for _ in range(2):
+        call(db, "enqueue_many", kind="mail", payloads=[{}] * 200, serial_keys=["s", "t"] * 100)
+    (changes,) = query(
+        db,
+        "select n_tup_ins + n_tup_upd as count from pg_stat_xact_user_tables"
+        " where relid = 'taskboard.serial_keys'::regclass",
+    )
+    query(db, "commit")
+    assert changes["count"] == 4
