@@ -42,6 +42,31 @@ $$;
 comment on function taskboard.make_partitions(integer) is
 $$Make history's partitions for today and days ahead; return how many (internal).$$;
 
+create or replace function taskboard.lock_history()
+returns void
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  -- Never queue for the lock: completions would queue behind us. They hold theirs for so short a
+  -- time that a few tries find a gap, unless somebody reads history for long.
+  for v_try in 1..20 loop
+    begin
+      lock table taskboard.history in access exclusive mode nowait;
+      return;
+    exception
+      when lock_not_available then
+        perform pg_sleep(0.001 + random() * 0.004);
+    end;
+  end loop;
+  raise lock_not_available;
+end
+$$;
+
+comment on function taskboard.lock_history() is
+$$Lock history until the (sub)transaction ends; 55P03 when somebody reads it for long (internal).$$;
+
 create or replace function taskboard.drop_partitions(names text[])
 returns setof taskboard.maintained
 language plpgsql
@@ -55,37 +80,32 @@ declare
   v_kept uuid[] := array[]::uuid[];
   v_counts bigint[] := array[]::bigint[];
   v_count bigint;
-  v_locked boolean := false;
 begin
+  -- While somebody reads history for long, what comes next would be done in vain, at each call.
+  begin
+    perform taskboard.lock_history();
+    raise exception using message = 'lets the lock go at once';
+  exception
+    when raise_exception then
+      null;
+  end;
   -- All that takes time comes before the lock, and is undone if there is no lock to be had.
   foreach v_name in array names loop
-    for v_id in execute format(
-      'select h.id from taskboard.%I as h join taskboard.queues as q on q.name = h.queue
-       where h.state = ''failed'' and h.finished_at > clock_timestamp() - q.keep_failed', v_name)
-    loop
-      v_kept := v_kept || v_id;
-    end loop;
+    if exists (select from taskboard.queues as q where q.keep_failed is not null) then
+      for v_id in execute format(
+        'select h.id from taskboard.%I as h join taskboard.queues as q on q.name = h.queue
+         where h.state = ''failed'' and h.finished_at > clock_timestamp() - q.keep_failed', v_name)
+      loop
+        v_kept := v_kept || v_id;
+      end loop;
+    end if;
     execute format(
       'delete from taskboard.effects as e using taskboard.%I as h
        where e.job_id = h.id and h.id <> all ($1)', v_name) using v_kept;
     execute format('select count(*) from taskboard.%I', v_name) into v_count;
     v_counts := v_counts || v_count;
   end loop;
-  -- Never queue for the lock: completions would queue behind us. They hold theirs for so short a
-  -- time that a few tries find a gap, unless somebody reads history for long.
-  for v_try in 1..20 loop
-    begin
-      lock table taskboard.history in access exclusive mode nowait;
-      v_locked := true;
-    exception
-      when lock_not_available then
-        perform pg_sleep(0.001 + random() * 0.004);
-    end;
-    exit when v_locked;
-  end loop;
-  if not v_locked then
-    raise lock_not_available;
-  end if;
+  perform taskboard.lock_history();
   for v_n in 1..cardinality(names) loop
     execute format('alter table taskboard.history detach partition taskboard.%I', names[v_n]);
     execute format(
@@ -113,6 +133,7 @@ declare
   v_row taskboard.maintained;
   v_before timestamptz;
   v_days text[];
+  v_dropped boolean := false;
 begin
   perform taskboard.check_span('keep', prune.keep, '0', '876000 hours');
   if not pg_try_advisory_xact_lock(1952539509, 0) then
@@ -126,6 +147,7 @@ begin
   from taskboard.settings as s;
 
   -- Single rows: what has no partition of its own day, and stubs of queues that keep nothing.
+  -- So many at a time, here and below, that a call ends; the next one goes on.
   with old as (
     select h.id, h.finished_at
     from taskboard.history_default as h
@@ -134,11 +156,13 @@ begin
         select from taskboard.queues as q
         where q.name = h.queue and h.state = 'failed'
           and h.finished_at > clock_timestamp() - q.keep_failed)
+    limit 100000
     for update skip locked
   ), stub as (
     select h.id, h.finished_at
     from taskboard.history as h
     where h.payload is null and h.finished_at < clock_timestamp() - make_interval(hours => 1)
+    limit 100000
     for update skip locked
   ), gone as (
     delete from taskboard.history as h
@@ -151,21 +175,11 @@ begin
   select 'single jobs deleted', count(*) into v_row from gone;
   return next v_row;
 
-  with free as (
-    select u.kind, u.key from taskboard.unique_keys as u
-    where not u.live and u.held_until <= clock_timestamp()
-    for update skip locked
-  ), gone as (
-    delete from taskboard.unique_keys as u
-    using free as f
-    where u.kind = f.kind and u.key = f.key and not u.live
-    returning 1
-  )
-  select 'unique keys freed', count(*) into v_row from gone;
-  return next v_row;
-
   with gone as (
-    delete from taskboard.incidents as i where i.happened_at < v_before returning 1)
+    delete from taskboard.incidents as i
+    where i.id in (select o.id from taskboard.incidents as o order by o.id limit 100000)
+      and i.happened_at < v_before
+    returning 1)
   select 'incidents deleted', count(*) into v_row from gone;
   return next v_row;
 
@@ -179,12 +193,31 @@ begin
   if cardinality(v_days) > 0 then
     begin
       return query select d.step, d.touched from taskboard.drop_partitions(v_days) as d;
+      v_dropped := true;
     exception
       when lock_not_available then
         v_row := row('days left, history is being read', cardinality(v_days));
         return next v_row;
     end;
   end if;
+  if v_dropped then
+    return;
+  end if;
+  -- Not in a call that drops days: an enqueue with one of these keys waits until we commit, and
+  -- completions would wait for us meanwhile.
+  with free as (
+    select u.kind, u.key from taskboard.unique_keys as u
+    where not u.live and u.held_until <= clock_timestamp()
+    limit 20000
+    for update skip locked
+  ), gone as (
+    delete from taskboard.unique_keys as u
+    using free as f
+    where u.kind = f.kind and u.key = f.key and not u.live
+    returning 1
+  )
+  select 'unique keys freed', count(*) into v_row from gone;
+  return next v_row;
 end
 $$;
 
@@ -192,6 +225,8 @@ comment on function taskboard.prune(interval) is
 $$Forget finished jobs, their effects, and incidents older than keep.
 keep: by default settings.history (7 days), an hour at least. Whole days are dropped at once; while
 somebody reads history for long, they are left to the next call. Never makes a completion wait.
+Single rows are forgotten so many at a time, and unique keys past their time by a call that drops no
+day: call again, as maintain() is.
 Returns what was done. Errors: 22023. Role: taskboard_operator.$$;
 
 create or replace function taskboard.maintain()
@@ -201,20 +236,29 @@ security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '100ms'
 as $$
+declare
+  v_row taskboard.maintained;
+  v_dropped boolean := false;
 begin
   -- One at a time is enough; whoever comes second has nothing to do.
   if not pg_try_advisory_xact_lock(1952539507, 0) then
     return;
   end if;
-  return query select 'exhausted jobs ended'::text, taskboard.sweep_exhausted(
-    null, null, clock_timestamp(), 1000);
-  -- A lane that was being registered while keep_history ran.
-  update taskboard.lanes as l
-  set keeps = q.keep_completed
-  from taskboard.queues as q
-  where q.name = l.queue and q.keep_completed <> l.keeps;
-  return query select p.step, p.touched from taskboard.prune() as p;
-  -- Last, as both hold locks until the end.
+  for v_row in select p.* from taskboard.prune() as p loop
+    v_dropped := v_dropped or v_row.step like 'dropped %';
+    return next v_row;
+  end loop;
+  -- Locks of jobs and keys last until the end: not before retention, which may take seconds, nor
+  -- after days were dropped, while history is locked. The next call does it.
+  if not v_dropped then
+    return query select 'exhausted jobs ended'::text, taskboard.sweep_exhausted(
+      null, null, clock_timestamp(), 1000);
+    -- A lane that was being registered while keep_history ran.
+    update taskboard.lanes as l
+    set keeps = q.keep_completed
+    from taskboard.queues as q
+    where q.name = l.queue and q.keep_completed <> l.keeps;
+  end if;
   return query select 'partitions made'::text, taskboard.make_partitions();
 end
 $$;

@@ -342,3 +342,35 @@ def test_a_batch_changes_the_row_of_a_serial_key_once_however_many_jobs_it_adds(
     )
     query(db, "commit")
     assert changes["count"] == 4
+
+
+# Looks of people and boards, and how many buffers each may touch.
+LOOKS = {
+    "select * from taskboard.job_list order by job_id desc limit 50": 100,
+    "select * from taskboard.job_list where queue = 'default' order by job_id desc limit 9": 100,
+    "select * from taskboard.worker_list": 100,
+    "select * from taskboard.queue_stats": 600,
+    "select * from taskboard.queue_rates": 100,
+    "select * from taskboard.incident_list order by id desc limit 50": 20,
+}
+
+
+def test_a_look_at_what_is_new_or_runs_reads_no_backlog_and_no_history(db: Db) -> None:
+    for kind in ("mail", "later"):
+        call(db, "enqueue", kind=kind)
+    fill(db, READY, 30_000)
+    fill(db, SCHEDULED, 30_000, kind="later")
+    fill_history(db, 30_000)
+    query(db, "update taskboard.history set finished_at = finished_at - interval '20 minutes'")
+    for table in ("jobs", "history", "lanes"):
+        query(db, f"vacuum analyze taskboard.{table}")
+    claim(db, max_jobs=100, worker="a")
+    costs = {}
+    for look in LOOKS:
+        query(db, look)
+        (row,) = query(db, f"explain (analyze, buffers, format json) {look}")
+        (plan,) = row["QUERY PLAN"]
+        costs[look] = plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"]
+        if "job_list" in look:
+            assert "Sort" not in [node["Node Type"] for node in walk(plan["Plan"])]
+    assert {look: cost for look, cost in costs.items() if cost > LOOKS[look]} == {}
