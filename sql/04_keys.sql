@@ -130,7 +130,7 @@ begin
   )
   select array_agg(k.last_no - j.jobs + j.place order by m.n),
     array_agg(k.key is null or k.turn_of = j.job_id order by m.n)
-  into join_serial_keys.serial_nos, join_serial_keys.turns
+  into serial_nos, turns
   from unnest(join_serial_keys.keys) with ordinality as m (key, n)
   left join joining as j on j.n = m.n
   left join joined as k on k.key = j.key;

@@ -105,8 +105,10 @@ group by l.queue, l.kind, l.priority;
 
 comment on view taskboard.queue_stats is
 $$How many live jobs of each queue, kind and priority are in which state.
-A count ends at 10,000 a lane: 10000 means that many or more. oldest_ready_at: since when the oldest
-ready job waits; with strict priority, the figure to watch. Role: taskboard_observer.$$;
+A count ends at 10,000 in each lane, of which a kind and priority has two: from 10000 on it means
+that many or more. An exact one is a count over job_list, which reads all jobs. oldest_ready_at:
+since when the oldest ready job waits; with strict priority, the figure to watch.
+Role: taskboard_observer.$$;
 
 create or replace view taskboard.queue_rates as
 select h.queue, h.kind, count(*) filter (where h.state = 'completed') / 5.0 as completed_per_minute,
@@ -140,7 +142,8 @@ group by j.leased_by;
 
 comment on view taskboard.worker_list is
 $$Who holds leases: how many, how many of them expired, since when, and until when.
-Looks at the first 100,000 jobs of each lane that wait or run after an earlier claim. last_seen_at: the last claim or renewal. Role: taskboard_observer.$$;
+last_seen_at: the last claim or renewal. Looks at the first 100,000 jobs of each lane that were
+claimed before. Role: taskboard_observer.$$;
 
 create or replace view taskboard.schedule_list as
 select s.name, s.cron, s.time_zone, s.queue, s.kind, s.priority::integer as priority, s.misfire,

@@ -374,3 +374,28 @@ def test_a_look_at_what_is_new_or_runs_reads_no_backlog_and_no_history(db: Db) -
         if "job_list" in look:
             assert "Sort" not in [node["Node Type"] for node in walk(plan["Plan"])]
     assert {look: cost for look, cost in costs.items() if cost > LOOKS[look]} == {}
+
+
+def test_large_payloads_make_no_verb_dearer_but_the_claim_that_returns_them(
+    db: Db, warm: Db
+) -> None:
+    # A megabyte that cannot be compressed, 20 times: more than 100 pages each.
+    query(
+        db,
+        "select count(*) from taskboard.enqueue_many('large', array_fill((select"
+        " to_jsonb(string_agg(md5(n::text || 'x'), '')) from generate_series(1, 30000) as n),"
+        " array[20]))",
+    )
+    call(db, "enqueue_many", kind="small", payloads=[{"n": 1}] * 20)
+    (large,) = claim(db, kinds=["large"], max_jobs=1)
+    costs = {}
+    for _ in range(2):  # the first reads the catalogue
+        costs["claim"] = touched(warm, arguments="max_jobs => 10, kinds => '{small}'")
+        for verb in ("renew", "release"):
+            costs[verb] = touched(warm, verb, f"'{large['job_id']}', '{large['lease_token']}'")
+        (large,) = claim(db, kinds=["large"], max_jobs=1)
+    for look in ("queue_stats", "worker_list", "job_list order by job_id desc limit 20"):
+        (row,) = query(db, f"explain (analyze, buffers, format json) table taskboard.{look}")
+        (plan,) = row["QUERY PLAN"]
+        costs[look] = plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"]
+    assert {verb: cost for verb, cost in costs.items() if cost > 300} == {}
