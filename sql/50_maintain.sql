@@ -65,7 +65,8 @@ end
 $$;
 
 comment on function taskboard.lock_history() is
-$$Lock history until the (sub)transaction ends; 55P03 when somebody reads it for long (internal).$$;
+$$Lock history against everybody until the transaction ends (internal).
+Or until the exception block does. 55P03 when somebody reads it for long.$$;
 
 create or replace function taskboard.drop_partitions(names text[])
 returns setof taskboard.maintained
