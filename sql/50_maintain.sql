@@ -68,6 +68,48 @@ comment on function taskboard.lock_history() is
 $$Lock history against everybody until the transaction ends (internal).
 Or until the exception block does. 55P03 when somebody reads it for long.$$;
 
+create or replace function taskboard.forget_effects(name text, kept uuid[], most bigint)
+returns bigint
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+set jit = off
+as $$
+declare
+  v_first uuid;
+  v_last uuid;
+  v_count bigint;
+begin
+  execute format('select h.id from taskboard.%I as h order by h.id limit 1', forget_effects.name)
+  into v_first;
+  execute format(
+    'select h.id from taskboard.%I as h order by h.id desc limit 1', forget_effects.name)
+  into v_last;
+  -- Ids begin with their date: between the first and the last stand this day's effects, and few
+  -- others, so that each call begins where the last one ended.
+  execute format(
+    'delete from taskboard.effects as e
+     using (
+       select p.job_id, p.step, p.lease_token
+       from taskboard.effects as p
+       where p.job_id between $1 and $2 and p.job_id <> all ($3)
+         and exists (select from taskboard.%I as h where h.id = p.job_id)
+       limit $4) as o
+     where e.job_id = o.job_id and e.step = o.step and e.lease_token = o.lease_token',
+    forget_effects.name)
+  using v_first, v_last, forget_effects.kept, forget_effects.most;
+  get diagnostics v_count = row_count;
+  return v_count;
+end
+$$;
+
+comment on function taskboard.forget_effects(text, uuid[], bigint) is
+$$Delete effects of a day's jobs, but for those kept; return how many (internal).
+At most so many: whoever gets as many calls again.$$;
+
 create or replace function taskboard.drop_partitions(names text[])
 returns setof taskboard.maintained
 language plpgsql
@@ -81,6 +123,7 @@ declare
   v_kept uuid[] := array[]::uuid[];
   v_counts bigint[] := array[]::bigint[];
   v_count bigint;
+  v_effects bigint := 0;
 begin
   -- While somebody reads history for long, what comes next would be done in vain, at each call.
   begin
@@ -100,9 +143,13 @@ begin
         v_kept := v_kept || v_id;
       end loop;
     end if;
-    execute format(
-      'delete from taskboard.effects as e using taskboard.%I as h
-       where e.job_id = h.id and h.id <> all ($1)', v_name) using v_kept;
+    -- They may be as many as jobs: some in each call, which must end in time.
+    v_effects := v_effects + taskboard.forget_effects(v_name, v_kept, 200000 - v_effects);
+    if v_effects = 200000 then
+      v_row := row('days left, their effects deleted', v_effects);
+      return next v_row;
+      return;
+    end if;
     execute format('select count(*) from taskboard.%I', v_name) into v_count;
     v_counts := v_counts || v_count;
   end loop;
@@ -121,7 +168,8 @@ $$;
 
 comment on function taskboard.drop_partitions(text[]) is
 $$Drop days of history with their effects; 55P03 when somebody reads it (internal).
-Holds its lock until the transaction ends: called last.$$;
+Holds its lock until the transaction ends: called last. A day with more effects than a call may
+delete is left to the next ones.$$;
 
 create or replace function taskboard.prune(keep interval default null)
 returns setof taskboard.maintained
@@ -193,8 +241,10 @@ begin
     order by c.relname);
   if cardinality(v_days) > 0 then
     begin
-      return query select d.step, d.touched from taskboard.drop_partitions(v_days) as d;
-      v_dropped := true;
+      for v_row in select d.* from taskboard.drop_partitions(v_days) as d loop
+        v_dropped := v_dropped or v_row.step like 'dropped %';
+        return next v_row;
+      end loop;
     exception
       when lock_not_available then
         v_row := row('days left, history is being read', cardinality(v_days));
