@@ -110,7 +110,7 @@ comment on function taskboard.forget_effects(text, uuid[], bigint) is
 $$Delete effects of a day's jobs, but for those kept; return how many (internal).
 At most so many: whoever gets as many calls again.$$;
 
-create or replace function taskboard.drop_partitions(names text[])
+create or replace function taskboard.drop_days(names text[], most_effects bigint)
 returns setof taskboard.maintained
 language plpgsql
 security definer
@@ -144,8 +144,9 @@ begin
       end loop;
     end if;
     -- They may be as many as jobs: some in each call, which must end in time.
-    v_effects := v_effects + taskboard.forget_effects(v_name, v_kept, 200000 - v_effects);
-    if v_effects = 200000 then
+    v_effects := v_effects
+      + taskboard.forget_effects(v_name, v_kept, drop_days.most_effects - v_effects);
+    if v_effects = drop_days.most_effects then
       v_row := row('days left, their effects deleted', v_effects);
       return next v_row;
       return;
@@ -166,7 +167,7 @@ begin
 end
 $$;
 
-comment on function taskboard.drop_partitions(text[]) is
+comment on function taskboard.drop_days(text[], bigint) is
 $$Drop days of history with their effects; 55P03 when somebody reads it (internal).
 Holds its lock until the transaction ends: called last. A day with more effects than a call may
 delete is left to the next ones.$$;
@@ -241,7 +242,7 @@ begin
     order by c.relname);
   if cardinality(v_days) > 0 then
     begin
-      for v_row in select d.* from taskboard.drop_partitions(v_days) as d loop
+      for v_row in select d.* from taskboard.drop_days(v_days, 200000) as d loop
         v_dropped := v_dropped or v_row.step like 'dropped %';
         return next v_row;
       end loop;
