@@ -42,18 +42,23 @@ $$;
 comment on function taskboard.make_partitions(integer) is
 $$Make history's partitions for today and days ahead; return how many (internal).$$;
 
-create or replace function taskboard.lock_history()
+create or replace function taskboard.lock_history(names text[])
 returns void
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
 as $$
+declare
+  -- Not the other days: a vacuum of one of them, which takes long, is not in the way.
+  v_tables text := 'only taskboard.history, only taskboard.history_default' || (
+    select string_agg(format(', only taskboard.%I', n), '' order by n)
+    from unnest(lock_history.names) as n);
 begin
   -- Never queue for the lock: completions would queue behind us. They hold theirs for so short a
-  -- time that a few tries find a gap, unless somebody reads history for long.
+  -- time that a few tries find a gap, unless somebody reads history, or vacuums the day, for long.
   for v_try in 1..20 loop
     begin
-      lock table taskboard.history in access exclusive mode nowait;
+      execute format('lock table %s in access exclusive mode nowait', v_tables);
       return;
     exception
       when lock_not_available then
@@ -64,9 +69,9 @@ begin
 end
 $$;
 
-comment on function taskboard.lock_history() is
-$$Lock history against everybody until the transaction ends (internal).
-Or until the exception block does. 55P03 when somebody reads it for long.$$;
+comment on function taskboard.lock_history(text[]) is
+$$Lock history and days to be dropped until the transaction ends (internal).
+Or until the exception block does. 55P03 when somebody reads them for long.$$;
 
 create or replace function taskboard.forget_effects(name text, kept uuid[], most bigint)
 returns bigint
@@ -127,7 +132,7 @@ declare
 begin
   -- While somebody reads history for long, what comes next would be done in vain, at each call.
   begin
-    perform taskboard.lock_history();
+    perform taskboard.lock_history(names);
     raise exception using message = 'lets the lock go at once';
   exception
     when raise_exception then
@@ -154,7 +159,7 @@ begin
     execute format('select count(*) from taskboard.%I', v_name) into v_count;
     v_counts := v_counts || v_count;
   end loop;
-  perform taskboard.lock_history();
+  perform taskboard.lock_history(names);
   for v_n in 1..cardinality(names) loop
     execute format('alter table taskboard.history detach partition taskboard.%I', names[v_n]);
     execute format(

@@ -430,3 +430,17 @@ def test_under_a_long_read_a_day_that_is_left_is_not_even_prepared_to_go(
     )
     query(db, "commit")
     assert effects["n_tup_del"] == 0 and known(db, old) == (1, 1)
+
+
+def test_a_vacuum_of_another_day_keeps_no_day_from_being_dropped(
+    db: Db, connect: Callable[..., Db]
+) -> None:
+    make_partition(db, today(db) - timedelta(days=9))
+    old = finished(db, timedelta(days=9))
+    vacuum = connect()
+    vacuum.execute("begin")
+    # The lock that a vacuum holds as long as it takes.
+    query(vacuum, f"lock table {name_of(today(db))} in share update exclusive mode")
+    call(db, "maintain")
+    assert known(db, old) == (0, 0)
+    vacuum.execute("rollback")

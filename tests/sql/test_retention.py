@@ -299,8 +299,10 @@ def test_a_long_read_of_history_makes_no_completion_wait_for_maintenance(
     reader, keeper, worker = connect("reader"), connect("keeper"), connect("worker")
     query(reader, "begin")
     query(reader, f"select count(*) from taskboard.{today if held == 'today' else held}")
-    # Whatever maintenance could get, it holds until it commits.
-    query(keeper, "begin")
+    # Whatever maintenance could get, it holds until it commits. Beside a read of one other day it
+    # gets all, and commits at once, as it does in real life.
+    if held != "today":
+        query(keeper, "begin")
     call(keeper, "maintain")
     query(worker, "set statement_timeout = '2 s'")
     jobs = [finished(worker), finished(worker, "fail"), leased(worker)]
