@@ -265,7 +265,7 @@ begin
   with free as (
     select u.kind, u.key from taskboard.unique_keys as u
     where not u.live and u.held_until <= clock_timestamp()
-    limit 20000
+    limit 100000
     for update skip locked
   ), gone as (
     delete from taskboard.unique_keys as u
