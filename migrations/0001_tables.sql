@@ -152,8 +152,6 @@ create table if not exists taskboard.unique_keys (
   constraint unique_keys_key primary key (kind, key)
 );
 
-create sequence if not exists taskboard.serial_numbers as bigint;
-
 create table if not exists taskboard.serial_keys (
   key text not null,
   turn_of uuid not null,

@@ -81,42 +81,48 @@ $$;
 comment on function taskboard.free_unique_key(text, text, uuid) is
 $$Free a job's unique key, or leave it held for the rest of unique_for (internal).$$;
 
-create or replace function taskboard.join_serial_key(
-  key text, job_id uuid, out serial_no bigint, out has_turn boolean)
+create or replace function taskboard.join_serial_keys(
+  keys text[], job_ids uuid[], out serial_nos bigint[], out turns boolean[])
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
+set enable_nestloop = off
+set jit = off
 as $$
 begin
-  loop
-    insert into taskboard.serial_keys (key, turn_of, turn_no, last_no)
-    select join_serial_key.key, join_serial_key.job_id, n, n
-    from nextval('taskboard.serial_numbers') as n
-    on conflict do nothing
-    returning turn_no into serial_no;
-    if found then
-      has_turn := true;
-      return;
-    end if;
-    -- Lock first, then draw: the number's order is the order of the key.
-    perform taskboard.take_turn_lock(join_serial_key.key);
+  with joining as (
+    select m.key, m.job_id, m.n,
+      row_number() over (partition by m.key order by m.n) as place,
+      count(*) over (partition by m.key) as jobs
+    from unnest(join_serial_keys.keys, join_serial_keys.job_ids) with ordinality
+      as m (key, job_id, n)
+    where m.key is not null and m.job_id is not null
+  ), joined as (
+    insert into taskboard.serial_keys as s (key, turn_of, turn_no, last_no)
+    select j.key, j.job_id, 1, j.jobs
+    from joining as j
+    where j.place = 1
+    -- Keys in sorted order, so that two batches with the same keys cannot block each other.
+    order by j.key
+    -- The numbers are counted on under the row's lock: their order is the order of the key.
     -- An update and not only a lock, so that a hand-over at repeatable read, whose snapshot does
-    -- not show the job we are about to add, fails with 40001 and is repeated.
-    update taskboard.serial_keys as s
-    set last_no = nextval('taskboard.serial_numbers')
-    where s.key = join_serial_key.key
-    returning s.last_no into serial_no;
-    if found then
-      has_turn := false;
-      return;
-    end if;
-  end loop;
+    -- not show the jobs we are about to add, fails with 40001 and is repeated.
+    on conflict (key) do update set last_no = s.last_no + excluded.last_no
+    returning s.key, s.turn_of, s.last_no
+  )
+  select array_agg(k.last_no - j.jobs + j.place order by m.n),
+    array_agg(k.key is null or k.turn_of = j.job_id order by m.n)
+  into serial_nos, turns
+  from unnest(join_serial_keys.keys) with ordinality as m (key, n)
+  left join joining as j on j.n = m.n
+  left join joined as k on k.key = j.key;
 end
 $$;
 
-comment on function taskboard.join_serial_key(text, uuid) is
-$$Queue a job up behind its serial key (internal).
-Tells its number and whether it has the turn. Locks the key's row until the transaction ends.$$;
+comment on function taskboard.join_serial_keys(text[], uuid[]) is
+$$Queue jobs up behind their serial keys, in input order (internal).
+For each job its number and whether it has the turn; without a key, or with no id: null and true.
+Locks the keys' rows until the transaction ends. One statement, however many jobs a key has.$$;
 
 create or replace function taskboard.take_turn_lock(key text)
 returns boolean

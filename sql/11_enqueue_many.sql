@@ -126,51 +126,39 @@ security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-  v_total integer := cardinality(payloads);
-  v_ids uuid[] := array_fill(null::uuid, array[cardinality(payloads)]);
-  v_holders uuid[] := v_ids;
-  v_serial_nos bigint[] := array_fill(null::bigint, array[cardinality(payloads)]);
-  v_turns boolean[] := array_fill(true, array[cardinality(payloads)]);
+  v_ids uuid[];
+  v_holders uuid[];
+  v_serial_nos bigint[];
+  v_turns boolean[];
   v_shard text;
   v_now timestamptz := clock_timestamp();
-  v_turn record;
-  v_wake boolean := false;
-  n integer;
+  v_unique record;
 begin
   select s.shard_id into v_shard from taskboard.settings as s;
+  v_ids := array(
+    select taskboard.new_job_id(v_now, v_shard)
+    from generate_series(1, cardinality(enqueue_keyed.payloads)));
+  v_holders := v_ids;
   -- Keys in sorted order, so that two batches with the same keys cannot block each other;
   -- within a key in input order.
-  for n in
-    select k.n
-    from generate_series(1, v_total) as k (n)
-    order by enqueue_keyed.unique_keys[k.n], k.n
+  for v_unique in
+    select k.key, k.n::integer as n
+    from unnest(enqueue_keyed.unique_keys) with ordinality as k (key, n)
+    where k.key is not null
+    order by k.key, k.n
   loop
-    v_ids[n] := taskboard.new_job_id(v_now, v_shard);
-    v_holders[n] := v_ids[n];
-    if enqueue_keyed.unique_keys[n] is not null then
-      v_holders[n] := taskboard.take_unique_key(
-        enqueue_keyed.kind, enqueue_keyed.unique_keys[n], v_ids[n],
-        v_now + taskboard.exact(enqueue_keyed.unique_for));
-    end if;
+    v_holders[v_unique.n] := taskboard.take_unique_key(
+      enqueue_keyed.kind, v_unique.key, v_ids[v_unique.n],
+      v_now + taskboard.exact(enqueue_keyed.unique_for));
   end loop;
   if enqueue_keyed.serial_keys is not null then
-    for n in
-      select k.n::integer
-      from unnest(enqueue_keyed.serial_keys) with ordinality as k (key, n)
-      where k.key is not null
-      order by k.key, k.n
-    loop
-      if v_holders[n] = v_ids[n] then
-        v_turn := taskboard.join_serial_key(enqueue_keyed.serial_keys[n], v_ids[n]);
-        v_serial_nos[n] := v_turn.serial_no;
-        v_turns[n] := v_turn.has_turn;
-      end if;
-    end loop;
+    select s.serial_nos, s.turns into v_serial_nos, v_turns
+    from taskboard.join_serial_keys(enqueue_keyed.serial_keys, array(
+      select case when k.holder = k.id then k.id end
+      from unnest(v_ids, v_holders) with ordinality as k (id, holder, n)
+      order by k.n)) as s;
   end if;
 
-  for n in 1..v_total loop
-    v_wake := v_wake or (v_turns[n] and v_holders[n] = v_ids[n]);
-  end loop;
   v_now := clock_timestamp(); -- we may have waited for a key
   insert into taskboard.jobs (
     id, lane_id, place, claimable_at, run_at, created_at, lease, timeout, max_attempts,
@@ -178,11 +166,11 @@ begin
     serial_no, on_unknown, waits_for, unique_until_claim, unique_key, serial_key, headers, payload)
   select
     k.id, enqueue_keyed.lane_id, k.n,
-    case when k.turn then greatest(enqueue_keyed.due, v_now) else 'infinity' end,
+    case when k.turn is false then 'infinity' else greatest(enqueue_keyed.due, v_now) end,
     enqueue_keyed.due, v_now, taskboard.exact(enqueue_keyed.lease),
     taskboard.exact(enqueue_keyed.timeout),
     enqueue_keyed.max_attempts, enqueue_keyed.max_lost_leases, k.serial_no,
-    enqueue_keyed.on_unknown, case when not k.turn then 'turn' end,
+    enqueue_keyed.on_unknown, case when k.turn is false then 'turn' end,
     case when enqueue_keyed.unique_until = 'claim' then true end, k.unique_key, k.serial_key,
     enqueue_keyed.headers, k.payload
   from unnest(
@@ -193,7 +181,11 @@ begin
   -- A job that is blocked, or was there before, wakes nobody.
   perform taskboard.wake(enqueue_keyed.due - v_now)
   from taskboard.lanes as l
-  where l.id = enqueue_keyed.lane_id and v_wake and taskboard.somebody_sleeps(l.queue);
+  where l.id = enqueue_keyed.lane_id
+    and exists (
+      select from unnest(v_ids, v_holders, v_turns) as k (id, holder, turn)
+      where k.holder = k.id and k.turn is not false)
+    and taskboard.somebody_sleeps(l.queue);
 
   return query
   select k.holder, k.holder = k.id

@@ -31,5 +31,6 @@ $$;
 comment on function taskboard.require_lease(uuid, uuid) is
 $$Fence the caller's transaction: raise TB001 unless the token is current.
 Until the transaction ends nobody can claim the job again, renewals pass. Call it first, write,
-then complete in the same transaction: all of it or none.
+then complete in the same transaction: all of it or none. The refusal itself leaves no incident, as
+the transaction rolls back; a renewal afterwards, refused as well, does.
 Locks the row for key share; waits at most 5 s (55P03). Role: taskboard_worker.$$;

@@ -10,7 +10,6 @@ declare
   v_row taskboard.job_state;
   v_old taskboard.history;
   v_state text;
-  v_turn record;
   v_blocked boolean := false;
   v_serial_no bigint;
   v_lane integer;
@@ -52,9 +51,8 @@ begin
     where u.kind = v_old.kind and u.key = v_old.unique_key and u.job_id = v_old.id;
   end if;
   if v_old.serial_key is not null then
-    v_turn := taskboard.join_serial_key(v_old.serial_key, v_old.id);
-    v_blocked := not v_turn.has_turn;
-    v_serial_no := v_turn.serial_no;
+    select s.serial_nos[1], not s.turns[1] into v_serial_no, v_blocked
+    from taskboard.join_serial_keys(array[v_old.serial_key], array[v_old.id]) as s;
   end if;
   v_lane := taskboard.register_lane(v_old.queue, v_old.kind, v_old.priority);
   select l.returns_to into v_lane from taskboard.lanes as l where l.id = v_lane;

@@ -42,7 +42,80 @@ $$;
 comment on function taskboard.make_partitions(integer) is
 $$Make history's partitions for today and days ahead; return how many (internal).$$;
 
-create or replace function taskboard.drop_partitions(names text[])
+create or replace function taskboard.lock_history(names text[])
+returns void
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  -- Not the other days: a vacuum of one of them, which takes long, is not in the way.
+  v_tables text := 'only taskboard.history, only taskboard.history_default' || (
+    select string_agg(format(', only taskboard.%I', n), '' order by n)
+    from unnest(lock_history.names) as n);
+begin
+  -- Never queue for the lock: completions would queue behind us. They hold theirs for so short a
+  -- time that a few tries find a gap, unless somebody reads history, or vacuums the day, for long.
+  for v_try in 1..20 loop
+    begin
+      execute format('lock table %s in access exclusive mode nowait', v_tables);
+      return;
+    exception
+      when lock_not_available then
+        perform pg_sleep(0.001 + random() * 0.004);
+    end;
+  end loop;
+  raise lock_not_available;
+end
+$$;
+
+comment on function taskboard.lock_history(text[]) is
+$$Lock history and days to be dropped until the transaction ends (internal).
+Or until the exception block does. 55P03 when somebody reads them for long.$$;
+
+create or replace function taskboard.forget_effects(name text, kept uuid[], most bigint)
+returns bigint
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+set jit = off
+as $$
+declare
+  v_first uuid;
+  v_last uuid;
+  v_count bigint;
+begin
+  execute format('select h.id from taskboard.%I as h order by h.id limit 1', forget_effects.name)
+  into v_first;
+  execute format(
+    'select h.id from taskboard.%I as h order by h.id desc limit 1', forget_effects.name)
+  into v_last;
+  -- Ids begin with their date: between the first and the last stand this day's effects, and few
+  -- others, so that each call begins where the last one ended.
+  execute format(
+    'delete from taskboard.effects as e
+     using (
+       select p.job_id, p.step, p.lease_token
+       from taskboard.effects as p
+       where p.job_id between $1 and $2 and p.job_id <> all ($3)
+         and exists (select from taskboard.%I as h where h.id = p.job_id)
+       limit $4) as o
+     where e.job_id = o.job_id and e.step = o.step and e.lease_token = o.lease_token',
+    forget_effects.name)
+  using v_first, v_last, forget_effects.kept, forget_effects.most;
+  get diagnostics v_count = row_count;
+  return v_count;
+end
+$$;
+
+comment on function taskboard.forget_effects(text, uuid[], bigint) is
+$$Delete effects of a day's jobs, but for those kept; return how many (internal).
+At most so many: whoever gets as many calls again.$$;
+
+create or replace function taskboard.drop_days(names text[], most_effects bigint)
 returns setof taskboard.maintained
 language plpgsql
 security definer
@@ -55,37 +128,38 @@ declare
   v_kept uuid[] := array[]::uuid[];
   v_counts bigint[] := array[]::bigint[];
   v_count bigint;
-  v_locked boolean := false;
+  v_effects bigint := 0;
 begin
+  -- While somebody reads history for long, what comes next would be done in vain, at each call.
+  begin
+    perform taskboard.lock_history(names);
+    raise exception using message = 'lets the lock go at once';
+  exception
+    when raise_exception then
+      null;
+  end;
   -- All that takes time comes before the lock, and is undone if there is no lock to be had.
   foreach v_name in array names loop
-    for v_id in execute format(
-      'select h.id from taskboard.%I as h join taskboard.queues as q on q.name = h.queue
-       where h.state = ''failed'' and h.finished_at > clock_timestamp() - q.keep_failed', v_name)
-    loop
-      v_kept := v_kept || v_id;
-    end loop;
-    execute format(
-      'delete from taskboard.effects as e using taskboard.%I as h
-       where e.job_id = h.id and h.id <> all ($1)', v_name) using v_kept;
+    if exists (select from taskboard.queues as q where q.keep_failed is not null) then
+      for v_id in execute format(
+        'select h.id from taskboard.%I as h join taskboard.queues as q on q.name = h.queue
+         where h.state = ''failed'' and h.finished_at > clock_timestamp() - q.keep_failed', v_name)
+      loop
+        v_kept := v_kept || v_id;
+      end loop;
+    end if;
+    -- They may be as many as jobs: some in each call, which must end in time.
+    v_effects := v_effects
+      + taskboard.forget_effects(v_name, v_kept, drop_days.most_effects - v_effects);
+    if v_effects = drop_days.most_effects then
+      v_row := row('days left, their effects deleted', v_effects);
+      return next v_row;
+      return;
+    end if;
     execute format('select count(*) from taskboard.%I', v_name) into v_count;
     v_counts := v_counts || v_count;
   end loop;
-  -- Never queue for the lock: completions would queue behind us. They hold theirs for so short a
-  -- time that a few tries find a gap, unless somebody reads history for long.
-  for v_try in 1..20 loop
-    begin
-      lock table taskboard.history in access exclusive mode nowait;
-      v_locked := true;
-    exception
-      when lock_not_available then
-        perform pg_sleep(0.001 + random() * 0.004);
-    end;
-    exit when v_locked;
-  end loop;
-  if not v_locked then
-    raise lock_not_available;
-  end if;
+  perform taskboard.lock_history(names);
   for v_n in 1..cardinality(names) loop
     execute format('alter table taskboard.history detach partition taskboard.%I', names[v_n]);
     execute format(
@@ -98,9 +172,10 @@ begin
 end
 $$;
 
-comment on function taskboard.drop_partitions(text[]) is
+comment on function taskboard.drop_days(text[], bigint) is
 $$Drop days of history with their effects; 55P03 when somebody reads it (internal).
-Holds its lock until the transaction ends: called last.$$;
+Holds its lock until the transaction ends: called last. A day with more effects than a call may
+delete is left to the next ones.$$;
 
 create or replace function taskboard.prune(keep interval default null)
 returns setof taskboard.maintained
@@ -113,6 +188,7 @@ declare
   v_row taskboard.maintained;
   v_before timestamptz;
   v_days text[];
+  v_dropped boolean := false;
 begin
   perform taskboard.check_span('keep', prune.keep, '0', '876000 hours');
   if not pg_try_advisory_xact_lock(1952539509, 0) then
@@ -126,6 +202,7 @@ begin
   from taskboard.settings as s;
 
   -- Single rows: what has no partition of its own day, and stubs of queues that keep nothing.
+  -- So many at a time, here and below, that a call ends; the next one goes on.
   with old as (
     select h.id, h.finished_at
     from taskboard.history_default as h
@@ -134,11 +211,13 @@ begin
         select from taskboard.queues as q
         where q.name = h.queue and h.state = 'failed'
           and h.finished_at > clock_timestamp() - q.keep_failed)
+    limit 100000
     for update skip locked
   ), stub as (
     select h.id, h.finished_at
     from taskboard.history as h
     where h.payload is null and h.finished_at < clock_timestamp() - make_interval(hours => 1)
+    limit 100000
     for update skip locked
   ), gone as (
     delete from taskboard.history as h
@@ -151,21 +230,11 @@ begin
   select 'single jobs deleted', count(*) into v_row from gone;
   return next v_row;
 
-  with free as (
-    select u.kind, u.key from taskboard.unique_keys as u
-    where not u.live and u.held_until <= clock_timestamp()
-    for update skip locked
-  ), gone as (
-    delete from taskboard.unique_keys as u
-    using free as f
-    where u.kind = f.kind and u.key = f.key and not u.live
-    returning 1
-  )
-  select 'unique keys freed', count(*) into v_row from gone;
-  return next v_row;
-
   with gone as (
-    delete from taskboard.incidents as i where i.happened_at < v_before returning 1)
+    delete from taskboard.incidents as i
+    where i.id in (select o.id from taskboard.incidents as o order by o.id limit 100000)
+      and i.happened_at < v_before
+    returning 1)
   select 'incidents deleted', count(*) into v_row from gone;
   return next v_row;
 
@@ -178,13 +247,34 @@ begin
     order by c.relname);
   if cardinality(v_days) > 0 then
     begin
-      return query select d.step, d.touched from taskboard.drop_partitions(v_days) as d;
+      for v_row in select d.* from taskboard.drop_days(v_days, 200000) as d loop
+        v_dropped := v_dropped or v_row.step like 'dropped %';
+        return next v_row;
+      end loop;
     exception
       when lock_not_available then
         v_row := row('days left, history is being read', cardinality(v_days));
         return next v_row;
     end;
   end if;
+  if v_dropped then
+    return;
+  end if;
+  -- Not in a call that drops days: an enqueue with one of these keys waits until we commit, and
+  -- completions would wait for us meanwhile.
+  with free as (
+    select u.kind, u.key from taskboard.unique_keys as u
+    where not u.live and u.held_until <= clock_timestamp()
+    limit 100000
+    for update skip locked
+  ), gone as (
+    delete from taskboard.unique_keys as u
+    using free as f
+    where u.kind = f.kind and u.key = f.key and not u.live
+    returning 1
+  )
+  select 'unique keys freed', count(*) into v_row from gone;
+  return next v_row;
 end
 $$;
 
@@ -192,6 +282,8 @@ comment on function taskboard.prune(interval) is
 $$Forget finished jobs, their effects, and incidents older than keep.
 keep: by default settings.history (7 days), an hour at least. Whole days are dropped at once; while
 somebody reads history for long, they are left to the next call. Never makes a completion wait.
+Single rows are forgotten so many at a time, and unique keys past their time by a call that drops no
+day: call again, as maintain() is.
 Returns what was done. Errors: 22023. Role: taskboard_operator.$$;
 
 create or replace function taskboard.maintain()
@@ -201,20 +293,29 @@ security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '100ms'
 as $$
+declare
+  v_row taskboard.maintained;
+  v_dropped boolean := false;
 begin
   -- One at a time is enough; whoever comes second has nothing to do.
   if not pg_try_advisory_xact_lock(1952539507, 0) then
     return;
   end if;
-  return query select 'exhausted jobs ended'::text, taskboard.sweep_exhausted(
-    taskboard.plan_scan(null, null, null), clock_timestamp(), 1000);
-  -- A lane that was being registered while keep_history or limit_queue ran.
-  update taskboard.lanes as l
-  set keeps = q.keep_completed, lease = q.lease
-  from taskboard.queues as q
-  where q.name = l.queue and (q.keep_completed, q.lease) is distinct from (l.keeps, l.lease);
-  return query select p.step, p.touched from taskboard.prune() as p;
-  -- Last, as both hold locks until the end.
+  for v_row in select p.* from taskboard.prune() as p loop
+    v_dropped := v_dropped or v_row.step like 'dropped %';
+    return next v_row;
+  end loop;
+  -- Locks of jobs and keys last until the end: not before retention, which may take seconds, nor
+  -- after days were dropped, while history is locked. The next call does it.
+  if not v_dropped then
+    return query select 'exhausted jobs ended'::text, taskboard.sweep_exhausted(
+      taskboard.plan_scan(null, null, null), clock_timestamp(), 1000);
+    -- A lane that was being registered while keep_history or limit_queue ran.
+    update taskboard.lanes as l
+    set keeps = q.keep_completed, lease = q.lease
+    from taskboard.queues as q
+    where q.name = l.queue and (q.keep_completed, q.lease) is distinct from (l.keeps, l.lease);
+  end if;
   return query select 'partitions made'::text, taskboard.make_partitions();
 end
 $$;

@@ -18,26 +18,43 @@ comment on view taskboard.live_jobs is
 $$Live jobs with their state, derived from their dates, their token and the clock (internal).
 Has tokens and payloads: for nobody but the owner.$$;
 
+-- One table in each half, and no clock that moves: the planner then merges the live jobs and the
+-- days of history by their ids, so that the newest come without a sort, however many there are.
 create or replace view taskboard.job_list as
-select j.id as job_id, j.state, j.queue, j.kind, j.priority, j.attempt, j.failures,
-  coalesce(j.max_attempts, s.max_attempts) as max_attempts, j.lost_leases,
-  coalesce(j.max_lost_leases, s.max_lost_leases) as max_lost_leases, j.leased_by as worker,
-  j.run_at, nullif(j.claimable_at, 'infinity') as claimable_at, j.claimed_at,
-  null::timestamptz as finished_at, j.created_at,
-  j.unique_key, j.serial_key, j.held_step, j.cancel_requested_at, j.lapsed_by, j.progress
-from taskboard.live_jobs as j
-cross join taskboard.settings as s
+select j.id as job_id,
+  case
+    when j.waits_for = 'turn' then 'blocked'
+    when j.waits_for = 'person' then 'held'
+    when j.lease_token is not null
+      then case when j.claimable_at > statement_timestamp() then 'running' else 'expired' end
+    when j.claimable_at > statement_timestamp() then 'scheduled'
+    else 'ready'
+  end as state,
+  (select l.queue from taskboard.lanes as l where l.id = j.lane_id) as queue,
+  (select l.kind from taskboard.lanes as l where l.id = j.lane_id) as kind,
+  (select l.priority::integer from taskboard.lanes as l where l.id = j.lane_id) as priority,
+  j.attempt, j.failures,
+  coalesce(j.max_attempts, (select s.max_attempts from taskboard.settings as s)) as max_attempts,
+  j.lost_leases,
+  coalesce(j.max_lost_leases, (select s.max_lost_leases from taskboard.settings as s))
+    as max_lost_leases,
+  j.leased_by as worker, j.run_at, nullif(j.claimable_at, 'infinity') as claimable_at,
+  j.claimed_at, null::timestamptz as finished_at, j.created_at, j.unique_key, j.serial_key,
+  j.held_step, j.cancel_requested_at, j.lapsed_by, j.progress
+from taskboard.jobs as j
 union all
 select h.id, h.state, h.queue, h.kind, h.priority::integer, h.attempt, h.failures,
-  coalesce(h.max_attempts, s.max_attempts), h.lost_leases,
-  coalesce(h.max_lost_leases, s.max_lost_leases), h.finished_by, h.run_at, null, h.claimed_at,
-  h.finished_at, h.created_at, h.unique_key, h.serial_key, null, null, null, null
-from taskboard.history as h
-cross join taskboard.settings as s;
+  coalesce(h.max_attempts, (select s.max_attempts from taskboard.settings as s)),
+  h.lost_leases,
+  coalesce(h.max_lost_leases, (select s.max_lost_leases from taskboard.settings as s)),
+  h.finished_by, h.run_at, null, h.claimed_at, h.finished_at, h.created_at, h.unique_key,
+  h.serial_key, null, null, null, null
+from taskboard.history as h;
 
 comment on view taskboard.job_list is
 $$All jobs, live and finished, without documents and without tokens.
 state: scheduled, ready, running, expired, blocked, held; completed, failed, cancelled.
+Newest first: order by job_id desc, as ids begin with the date; that needs no sort.
 worker: who holds the lease, or who finished the job. lapsed_by: from whom the present owner took
 the job over. progress: what the worker reported last. Role: taskboard_observer.$$;
 
@@ -88,8 +105,10 @@ group by l.queue, l.kind, l.priority;
 
 comment on view taskboard.queue_stats is
 $$How many live jobs of each queue, kind and priority are in which state.
-A count ends at 10,000 a lane: 10000 means that many or more. oldest_ready_at: since when the oldest
-ready job waits; with strict priority, the figure to watch. Role: taskboard_observer.$$;
+A count ends at 10,000 in each lane, of which a kind and priority has two: from 10000 on it means
+that many or more. An exact one is a count over job_list, which reads all jobs. oldest_ready_at:
+since when the oldest ready job waits; with strict priority, the figure to watch.
+Role: taskboard_observer.$$;
 
 create or replace view taskboard.queue_rates as
 select h.queue, h.kind, count(*) filter (where h.state = 'completed') / 5.0 as completed_per_minute,
@@ -110,13 +129,21 @@ select j.leased_by as worker, count(*) as holds,
   count(*) filter (where j.claimable_at <= clock_timestamp()) as expired,
   min(j.claimed_at) as oldest_claim_at, max(j.claimable_at - j.lease_granted) as last_seen_at,
   max(j.claimable_at) as leased_until
-from taskboard.jobs as j
-where j.lease_token is not null
+-- Whatever is leased stands in a returning lane: the backlog is not read.
+from taskboard.lanes as l
+cross join lateral (
+  select c.*
+  from taskboard.jobs as c
+  where c.lane_id = l.id and c.claimable_at < 'infinity'
+  order by c.lane_id, c.claimable_at
+  limit 100000) as j
+where l.returning and j.lease_token is not null
 group by j.leased_by;
 
 comment on view taskboard.worker_list is
 $$Who holds leases: how many, how many of them expired, since when, and until when.
-last_seen_at: the last claim or renewal. Role: taskboard_observer.$$;
+last_seen_at: the last claim or renewal. Looks at the first 100,000 jobs of each lane that were
+claimed before. Role: taskboard_observer.$$;
 
 create or replace view taskboard.schedule_list as
 select s.name, s.cron, s.time_zone, s.queue, s.kind, s.priority::integer as priority, s.misfire,

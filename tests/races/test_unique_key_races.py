@@ -116,6 +116,49 @@ def test_fifty_producers_at_once_make_one_job(named: Named) -> None:
     assert producers[0].sql("select count(*) from taskboard.jobs") == [(1,)]
 
 
+@pytest.mark.parametrize("level", ["read committed", "repeatable read", "serializable"])
+def test_fifty_producers_at_any_level_get_an_id_each_time_while_holders_finish(
+    named: Named, level: str
+) -> None:
+    producers = [named(f"producer {n}") for n in range(50)]
+    worker = named("worker")
+    start, done = Barrier(len(producers)), Event()
+
+    def produce(by: Session) -> list[Any]:
+        start.wait()
+        got: list[Any] = []
+        while len(got) < 3:
+            try:
+                by.begin(level)
+                rows = by.call("enqueue", **ORDER)
+                by.end("commit")
+                got += rows
+            except psycopg.errors.SerializationFailure:
+                by.end("rollback")
+        return got
+
+    def work() -> int:
+        completed = 0
+        while not done.is_set():
+            for job in worker.call("claim"):
+                worker.call("complete", job_id=job.job_id, lease_token=job.lease_token)
+                completed += 1
+        return completed
+
+    with ThreadPoolExecutor(len(producers) + 1) as threads:
+        working = threads.submit(work)
+        try:
+            got = [row for rows in threads.map(produce, producers) for row in rows]
+        finally:
+            done.set()
+        completed = working.result()
+    created = [row.job_id for row in got if row.created]
+    assert len(got) == 150 and len(created) == len(set(created)) >= completed > 0
+    known = {row.job_id for row in worker.sql("select job_id from taskboard.job_list")}
+    assert {row.job_id for row in got} == set(created) == known
+    assert worker.sql("select count(*) from taskboard.jobs")[0].count <= 1
+
+
 @pytest.mark.parametrize("end", ["commit", "rollback"])
 def test_producer_at_repeatable_read_repeats_and_then_gets_the_holder(
     named: Named, end: str

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from random import Random
 from time import monotonic
 from typing import Any, TypeVar
@@ -60,6 +60,7 @@ class Job:
     tokens: list[UUID] = field(default_factory=list)
     ended_by: UUID | None = None
     finished_at: datetime | None = None
+    old: bool = False  # ended so long ago that it may be forgotten
     # (step, token): None open, True happened, False refused.
     effects: dict[tuple[str, UUID], bool | None] = field(default_factory=dict)
     # Of the first evidence that the step happened.
@@ -104,6 +105,11 @@ class Key:
     job: Job
     live: bool
     lasting: bool  # held past the job's end, by unique_for
+    over: bool = False  # unique_for has ended
+
+    @property
+    def free(self) -> bool:
+        return not self.live and self.over
 
 
 @dataclass(slots=True)
@@ -166,13 +172,18 @@ class Life:
 
     def add(self, job: Job, lasting: bool) -> Job:
         """The holder of the unique key: a new job, which is added, or another."""
-        if job.unique_key is not None:
-            key = self.keys.setdefault((job.kind, job.unique_key), Key(job, True, lasting))
-            if key.job is not job:
-                return key.job
+        if job.unique_key is not None and (holder := self.take_key(job, lasting)) is not job:
+            return holder
         self.jobs.append(job)
         self.queue_up(job, "scheduled" if job.delayed else "ready")
         return job
+
+    def take_key(self, job: Job, lasting: bool = False) -> Job:
+        """The holder of the job's unique key: the job, if the key was free."""
+        name = (job.kind, job.unique_key or "")
+        if name not in self.keys or self.keys[name].free:
+            self.keys[name] = Key(job, True, lasting)
+        return self.keys[name].job
 
     def queue_up(self, job: Job, state: str) -> None:
         job.state = state
@@ -199,7 +210,7 @@ class Life:
         if job.unique_key is not None:
             key = self.keys[job.kind, job.unique_key]
             assert key.job is job
-            if key.lasting:
+            if key.lasting and not key.over:
                 key.live = False
             else:
                 del self.keys[job.kind, job.unique_key]
@@ -326,17 +337,22 @@ class Life:
     def renew(self) -> None:
         job = self.a_job(*LEASED)
         token = self.a_token(job)
-        many = self.pick((False, True))
-        if many:
-            answer = self.ask("renew_many", job_ids=[job.id], lease_tokens=[token])
-        else:
-            answer = self.ask("renew", job_id=job.id, lease_token=token)
-        if job.state == "running" and job.owns(token):
-            (row,) = answer
-            assert (row["job_id"], row["cancel_requested"]) == (job.id, job.cancelling)
-            assert row.get("outcome", "renewed") == "renewed"
-        else:
-            assert answer == []
+        answer = self.ask("renew", job_id=job.id, lease_token=token)
+        renewed = job.state == "running" and job.owns(token)
+        assert answer == [
+            {"job_id": job.id, "cancel_requested": job.cancelling,
+             "lease_expires_at": row["lease_expires_at"]} for row in answer
+        ] and len(answer) == renewed  # fmt: skip
+
+    def renew_many(self) -> None:
+        pairs = {job: self.a_token(job) for job in (self.a_job(*LEASED), self.a_job(*LEASED))}
+        answer = self.ask(
+            "renew_many", job_ids=[job.id for job in pairs], lease_tokens=list(pairs.values())
+        )
+        assert {(row["job_id"], row["cancel_requested"], row["outcome"]) for row in answer} == {
+            (job.id, job.cancelling, "renewed")
+            for job, token in pairs.items() if job.state == "running" and job.owns(token)
+        }  # fmt: skip
 
     def require_lease(self) -> None:
         job = self.a_job(*LEASED)
@@ -478,17 +494,39 @@ class Life:
         if job.state in LEASED:
             assert answer == "TB003"
             return
-        if not job.live:
-            if job.unique_key is not None:
-                key = self.keys.setdefault((job.kind, job.unique_key), Key(job, True, False))
-                if key.job is not job:
-                    assert answer == "TB003"
-                    return
-                key.live = True
-            job.failures = job.lost_leases = 0
-            job.ended_by = None
-            self.queue_up(job, "ready")
+        if not job.live and not self.bring_back(job):
+            assert answer == "TB003"
+            return
         assert answer == [{"job_id": job.id, "state": job.state}]
+
+    def bring_back(self, job: Job) -> bool:
+        if job.unique_key is not None:
+            if self.take_key(job) is not job:
+                return False
+            self.keys[job.kind, job.unique_key].live = True
+        job.failures = job.lost_leases = 0
+        job.ended_by, job.old = None, False
+        self.queue_up(job, "ready")
+        return True
+
+    def retry_failed(self) -> None:
+        queue, kind = self.pick((None, *QUEUES)), self.pick((None, None, *KINDS))
+        most = self.pick((1, 100))
+        answer = self.ask("retry_failed", queue=queue, kind=kind, max_jobs=most)
+        failed = [
+            job for job in self.jobs
+            if job.state == "failed" and queue in (None, job.queue) and kind in (None, job.kind)
+            and (job.unique_key is None or (job.kind, job.unique_key) not in self.keys
+                 or self.keys[job.kind, job.unique_key].job is job
+                 or self.keys[job.kind, job.unique_key].free)
+        ]  # fmt: skip
+        # Oldest first; those of one serial key together.
+        failed.sort(key=lambda job: job.finished_at or datetime.max.replace(tzinfo=UTC))
+        failed = failed[:most]
+        failed.sort(key=lambda job: job.serial_key or "")
+        assert [(row["job_id"], row["state"]) for row in answer] == [
+            (job.id, job.state) for job in failed if self.bring_back(job)
+        ]
 
     def resolve(self) -> None:
         job = self.a_job("held")
@@ -522,6 +560,49 @@ class Life:
                 self.log.append(f"time passes for {job.id}")
                 expire(self.db, job.id)
                 job.state = "expired" if job.state == "running" else "ready"
+
+    def keys_time_passes(self) -> None:
+        """unique_for ends."""
+        self.log.append("time passes for unique keys")
+        rows(self.db, "update taskboard.unique_keys set held_until = clock_timestamp()"
+             " where held_until is not null")  # fmt: skip
+        for key in self.keys.values():
+            key.over = key.lasting
+
+    def days_pass(self) -> None:
+        """Some jobs ended eight days ago."""
+        for job in [job for job in self.jobs if not job.live]:
+            if self.pick((False, True)):
+                self.log.append(f"days pass for {job.id}")
+                rows(self.db, "update taskboard.history set finished_at = finished_at - interval"
+                     " '192 hours' where id = %s", [job.id])  # fmt: skip
+                job.finished_at = None  # noted at the next look
+                job.old = True
+
+    def forget(self, verb: str) -> None:
+        answer = self.ask(verb)
+        gone = [job for job in self.jobs if job.old]
+        free = [name for name, key in self.keys.items() if key.free]
+        self.jobs = [job for job in self.jobs if not job.old]
+        for name in free:
+            del self.keys[name]
+        done = {row["step"]: row["touched"] for row in answer}
+        assert done["single jobs deleted"] == len(gone)
+        assert done["unique keys freed"] == len(free)
+        assert not any(step.startswith("dropped") for step in done)
+
+    def prune(self) -> None:
+        self.forget("prune")
+
+    def maintain(self) -> None:
+        """Also ends what is exhausted, in paused queues, too."""
+        self.forget("maintain")
+        for job in [job for job in self.jobs if job.exhausted]:
+            job.lost_leases += 1
+            if job.cancelling:
+                self.end(job, "cancelled")
+            else:
+                self.end_failed(job)
 
     def pause(self) -> None:
         queue = self.pick((None, *QUEUES))
@@ -609,7 +690,8 @@ VERBS: tuple[tuple[Callable[[Life], None], int, tuple[str, ...]], ...] = (
     (Life.enqueue, 2, ()),
     (Life.enqueue_many, 1, ()),
     (Life.claim, 12, ("ready", "expired")),
-    (Life.renew, 2, LEASED),
+    (Life.renew, 1, LEASED),
+    (Life.renew_many, 1, LEASED),
     (Life.require_lease, 1, LEASED),
     (Life.complete, 3, (*LEASED, "completed")),
     (Life.complete_many, 1, LEASED),
@@ -619,9 +701,14 @@ VERBS: tuple[tuple[Callable[[Life], None], int, tuple[str, ...]], ...] = (
     (Life.end_effect, 3, ()),
     (Life.cancel, 2, ()),
     (Life.retry, 2, FINAL),
+    (Life.retry_failed, 1, ("failed",)),
     (Life.resolve, 4, ("held",)),
     (Life.evict, 1, ("running",)),
     (Life.time_passes, 5, ("running", "scheduled")),
+    (Life.keys_time_passes, 1, FINAL),
+    (Life.days_pass, 1, FINAL),
+    (Life.prune, 1, FINAL),
+    (Life.maintain, 1, (*FINAL, "expired")),
     (Life.pause, 1, ()),
     (Life.resume, 2, ()),
 )

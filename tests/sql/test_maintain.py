@@ -394,3 +394,53 @@ def test_absurd_arguments_are_refused_and_prune_nothing(db: Db) -> None:
     if db.info.server_version >= 170000:
         refuses(db, "prune", {}, [({"keep": "infinity"}, "22023")])
     assert clock(db)
+
+
+def test_a_call_that_drops_a_day_leaves_keys_and_exhausted_jobs_to_the_next(db: Db) -> None:
+    """Their locks last until it commits, and dropping a long day may take seconds."""
+    make_partition(db, today(db) - timedelta(days=9))
+    old = finished(db, timedelta(days=9))
+    call(db, "complete", **own(leased(db, unique_key="u", unique_for="1 hour")))
+    query(db, "update taskboard.unique_keys set held_until = held_until - interval '1 hour'")
+    doomed = leased(db, max_lost_leases=1)
+    expire(db, doomed["job_id"])
+    call(db, "maintain")
+    assert known(db, old) == (0, 0)
+    assert state(db, doomed["job_id"]) == "expired"
+    assert len(query(db, "select 1 from taskboard.unique_keys")) == 1
+    rows = call(db, "maintain")
+    assert (touched(rows, "exhausted jobs ended"), touched(rows, "unique keys freed")) == (1, 1)
+    assert state(db, doomed["job_id"]) == "failed"
+
+
+def test_under_a_long_read_a_day_that_is_left_is_not_even_prepared_to_go(
+    db: Db, connect: Callable[..., Db]
+) -> None:
+    make_partition(db, today(db) - timedelta(days=9))
+    old = finished(db, timedelta(days=9))
+    reader = connect()
+    reader.execute("begin")
+    query(reader, "select * from taskboard.history")
+    query(db, "begin")
+    assert touched(call(db, "maintain"), "days left, history is being read") == 1
+    (effects,) = query(
+        db,
+        "select n_tup_del from pg_stat_xact_user_tables"
+        " where relid = 'taskboard.effects'::regclass",
+    )
+    query(db, "commit")
+    assert effects["n_tup_del"] == 0 and known(db, old) == (1, 1)
+
+
+def test_a_vacuum_of_another_day_keeps_no_day_from_being_dropped(
+    db: Db, connect: Callable[..., Db]
+) -> None:
+    make_partition(db, today(db) - timedelta(days=9))
+    old = finished(db, timedelta(days=9))
+    vacuum = connect()
+    vacuum.execute("begin")
+    # The lock that a vacuum holds as long as it takes.
+    query(vacuum, f"lock table {name_of(today(db))} in share update exclusive mode")
+    call(db, "maintain")
+    assert known(db, old) == (0, 0)
+    vacuum.execute("rollback")

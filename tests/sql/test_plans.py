@@ -292,3 +292,111 @@ def test_a_completion_and_a_renewal_cost_the_same_beside_a_long_history(
     call(warm, "complete", job_id=job["job_id"], lease_token=job["lease_token"])
     # A repeat looks into the history, and there into each day.
     assert touched(warm, "complete", f"'{job['job_id']}', '{job['lease_token']}'") < 100
+
+
+WAITING = {
+    "one key": "array_fill('s'::text, array[20000])",
+    "a key each": "array(select 'k' || n from generate_series(1, 20000) as n)",
+}
+
+
+def test_a_turn_is_handed_over_at_the_same_cost_however_many_jobs_and_keys_wait(
+    db: Db, warm: Db
+) -> None:
+    costs = {}
+    for kind, keys in WAITING.items():
+        query(
+            db,
+            "select count(*) from taskboard.enqueue_many(%(kind)s,"
+            f" array_fill('{{}}'::jsonb, array[20000]), serial_keys => {keys})",
+            kind=kind,
+        )
+        for end in ("complete", "cancel"):
+            costs[kind, end, "claim"] = touched(warm, arguments=f"kinds => array['{kind}']")
+            (job,) = query(
+                db,
+                "select id, lease_token as token, serial_key as key from taskboard.jobs"
+                " where lease_token is not null",
+            )
+            costs[kind, end, "join"] = touched(
+                warm, "enqueue", f"'{kind}', serial_key => '{job['key']}'"
+            )
+            costs[kind, end] = touched(
+                warm, end,
+                f"'{job['id']}', " + (f"'{job['token']}'" if end == "complete" else "'', true"),
+            )  # fmt: skip
+            (turn,) = query(
+                db, "select turn_no from taskboard.serial_keys where key = %(key)s", **job
+            )
+            assert turn["turn_no"] > 1, "the turn was not handed on"
+    assert {key: cost for key, cost in costs.items() if cost > 150} == {}
+
+
+def test_a_batch_changes_the_row_of_a_serial_key_once_however_many_jobs_it_adds(db: Db) -> None:
+    query(db, "begin")
+    for _ in range(2):
+        call(db, "enqueue_many", kind="mail", payloads=[{}] * 200, serial_keys=["s", "t"] * 100)
+    (changes,) = query(
+        db,
+        "select n_tup_ins + n_tup_upd as count from pg_stat_xact_user_tables"
+        " where relid = 'taskboard.serial_keys'::regclass",
+    )
+    query(db, "commit")
+    assert changes["count"] == 4
+
+
+# Looks of people and boards, and how many buffers each may touch.
+LOOKS = {
+    "select * from taskboard.job_list order by job_id desc limit 50": 100,
+    "select * from taskboard.job_list where queue = 'default' order by job_id desc limit 9": 100,
+    "select * from taskboard.worker_list": 100,
+    "select * from taskboard.queue_stats": 600,
+    "select * from taskboard.queue_rates": 100,
+    "select * from taskboard.incident_list order by id desc limit 50": 20,
+}
+
+
+def test_a_look_at_what_is_new_or_runs_reads_no_backlog_and_no_history(db: Db) -> None:
+    for kind in ("mail", "later"):
+        call(db, "enqueue", kind=kind)
+    fill(db, READY, 30_000)
+    fill(db, SCHEDULED, 30_000, kind="later")
+    fill_history(db, 30_000)
+    query(db, "update taskboard.history set finished_at = finished_at - interval '20 minutes'")
+    for table in ("jobs", "history", "lanes"):
+        query(db, f"vacuum analyze taskboard.{table}")
+    claim(db, max_jobs=100, worker="a")
+    costs = {}
+    for look in LOOKS:
+        query(db, look)
+        (row,) = query(db, f"explain (analyze, buffers, format json) {look}")
+        (plan,) = row["QUERY PLAN"]
+        costs[look] = plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"]
+        if "job_list" in look:
+            assert "Sort" not in [node["Node Type"] for node in walk(plan["Plan"])]
+    assert {look: cost for look, cost in costs.items() if cost > LOOKS[look]} == {}
+
+
+def test_large_payloads_make_no_verb_dearer_but_the_claim_that_returns_them(
+    db: Db, warm: Db
+) -> None:
+    # A megabyte that cannot be compressed, 20 times: more than 100 pages each.
+    query(
+        db,
+        "select count(*) from taskboard.enqueue_many('large', array_fill((select"
+        " to_jsonb(string_agg(md5(n::text || 'x'), '')) from generate_series(1, 30000) as n),"
+        " array[20]))",
+    )
+    call(db, "enqueue_many", kind="small", payloads=[{"n": 1}] * 20)
+    (large,) = claim(db, kinds=["large"], max_jobs=1)
+    costs = {}
+    for _ in range(2):  # the first reads the catalogue
+        costs["claim"] = touched(warm, arguments="max_jobs => 10, kinds => '{small}'")
+        for verb in ("renew", "release"):
+            costs[verb] = touched(warm, verb, f"'{large['job_id']}', '{large['lease_token']}'")
+        (large,) = claim(db, kinds=["large"], max_jobs=1)
+    for look in ("queue_stats", "worker_list", "job_list order by job_id desc limit 20"):
+        (row,) = query(db, f"explain (analyze, buffers, format json) table taskboard.{look}")
+        (plan,) = row["QUERY PLAN"]
+        costs[look] = plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"]
+    assert {verb: cost for verb, cost in costs.items() if cost > 300} == {}

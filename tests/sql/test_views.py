@@ -10,6 +10,7 @@ from verbs import (
     Db,
     Row,
     call,
+    change,
     claim,
     claim_one,
     clock,
@@ -181,6 +182,40 @@ def test_the_worker_list_says_who_holds_what(db: Db) -> None:
     assert rows["a"]["leased_until"] == first["lease_expires_at"]
 
 
+def test_a_worker_was_last_seen_at_its_last_claim_or_renewal(db: Db) -> None:
+    job = leased(db, worker="a", lease="1 hour")
+    leased(db, worker="b")
+    change(db, job["job_id"], "claimable_at = claimable_at - interval '20 minutes'")
+    before = clock(db)
+    for seen_again in (False, True):
+        if seen_again:
+            call(db, "renew", **own(job))
+        rows = {row["worker"]: row for row in query(db, "select * from taskboard.worker_list")}
+        assert set(rows) == {"a", "b"}
+        assert (rows["a"]["last_seen_at"] > before) == seen_again
+
+
+def test_the_rates_are_those_of_the_last_five_minutes(db: Db) -> None:
+    for _ in range(2):
+        call(db, "complete", **own(leased(db)))
+    call(db, "fail", **own(leased(db)), permanent=True)
+    call(db, "cancel", job_id=enqueue(db))
+    old = leased(db)
+    call(db, "complete", **own(old))
+    query(
+        db,
+        "update taskboard.history set finished_at = finished_at - interval '6 minutes'"
+        " where id = %(id)s",
+        id=old["job_id"],
+    )
+    call(db, "complete", **own(leased(db, "bill")))
+    rates = {row["kind"]: row for row in query(db, "select * from taskboard.queue_rates")}
+    names = ("completed_per_minute", "failed_per_minute", "cancelled_per_minute")
+    assert [float(rates["mail"][name]) for name in names] == [0.4, 0.2, 0.2]
+    assert [float(rates["bill"][name]) for name in names] == [0.2, 0, 0]
+    assert 0 <= rates["mail"]["median_seconds"] < 10
+
+
 def test_the_documents_of_a_job_are_shown_live_and_finished(db: Db) -> None:
     job = leased(db, payload={"n": 1}, headers={"h": 2})
     call(db, "fail", **own(job), error="boom", retry_in="0")
@@ -236,18 +271,38 @@ def test_the_happy_path_writes_no_incident(db: Db) -> None:
     assert claim(db) == [] and call(db, "maintain") and incidents(db) == []
 
 
-def test_operators_acts_are_recorded_with_their_role(db: Db, connect: Callable[..., Db]) -> None:
-    job_id = enqueue(db)
+def test_operators_acts_are_recorded_with_their_role_and_reason(
+    db: Db, connect: Callable[..., Db]
+) -> None:
+    held = leased(db, on_unknown="hold")
+    call(db, "begin_effect", **own(held))
+    call(db, "fail", **own(held), retry_in="0")
+    assert call(db, "begin_effect", **own(claim_one(db)))[0]["state"] == "held"
+    running, waiting = leased(db, worker="a"), enqueue(db)
+    last = max(row["id"] for row in query(db, "select id from taskboard.incident_list"))
     operator = connect()
     operator.execute("set role taskboard_operator")
-    call(operator, "cancel", job_id=job_id)
-    call(operator, "retry", job_id=job_id)
+    call(operator, "cancel", job_id=waiting, reason="wrong month")
+    call(operator, "retry", job_id=waiting)
+    call(operator, "cancel", job_id=running["job_id"], reason="too long")
+    call(operator, "evict", worker="a")
+    call(operator, "cancel", job_id=running["job_id"], reason="hangs", force=True)
+    call(operator, "resolve", job_id=held["job_id"], step="main", happened=True)
     call(operator, "pause", queue="default")
     call(operator, "resume", queue="default")
-    rows = query(db, "select what, by_role from taskboard.incident_list order by id")
-    assert [row["what"] for row in rows] == [
-        "job_cancelled", "job_retried", "queue_paused", "queue_resumed",
-    ]  # fmt: skip
+    rows = query(
+        db, "select * from taskboard.incident_list where id > %(last)s order by id", last=last
+    )
+    assert [(row["what"], row["job_id"], row["detail"]) for row in rows] == [
+        ("job_cancelled", waiting, "wrong month"),
+        ("job_retried", waiting, "was cancelled"),
+        ("cancel_requested", running["job_id"], "too long"),
+        ("worker_evicted", None, "1 leases lapse"),
+        ("job_cancelled", running["job_id"], "hangs"),
+        ("job_resolved", held["job_id"], "main happened: t"),
+        ("queue_paused", None, None),
+        ("queue_resumed", None, None),
+    ]
     assert {row["by_role"] for row in rows} == {"taskboard_operator"}
 
 

@@ -152,7 +152,7 @@ VERBS = (
         "jobs", "list jobs, the newest first", "taskboard jobs --state failed --limit 20",
         OBSERVER,
         "select job_id, state, queue, kind, attempt, worker, created_at, claimable_at, finished_at"
-        "\nfrom taskboard.job_list{where}\norder by created_at desc, job_id desc\nlimit {limit}",
+        "\nfrom taskboard.job_list{where}\norder by job_id desc\nlimit {limit}",
         (argument("--state", choices=STATES, metavar="STATE", help=f"only {', '.join(STATES)}"),
          QUEUE, KIND, LIMIT),
         none="no such jobs",
