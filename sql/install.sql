@@ -18,6 +18,7 @@ end
 $$;
 \ir ../migrations/0001_tables.sql
 \ir 00_dictionary.sql
+\ir 00_dropped.sql
 \ir 01_version.sql
 \ir 02_arguments.sql
 \ir 03_incidents.sql

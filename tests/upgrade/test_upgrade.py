@@ -1,0 +1,202 @@
+"""An upgrade is loaded under full load, while runners of the version before go on with their work."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count, pairwise
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from support import Connection, rows, session, wait_for
+from test_install import catalog
+from upgrade.conftest import EARLIER
+from upgrade.versions import Program, Version, ended, from_git, later, this
+
+Upgrade = tuple[Version, Version]
+
+KINDS = ("quick", "quick", "quick", "flaky", "early", "fenced", "effect", "thread")
+HELD = 3  # jobs that begin before the upgrade and end after it
+# A change waits 2 s for a lock, and claims behind it; the rest is this machine's.
+STALL = timedelta(seconds=2 + 2)
+# What a runner may say: its own lines, what these handlers do, and that a lock was in the way.
+EXPECTED = re.compile(
+    r" INFO |again in \d+ s,|in the way, trying again: canceling statement due to lock timeout"
+)
+
+
+@pytest.fixture
+def upgrade(request: pytest.FixtureRequest, tmp_path: Path) -> Upgrade:
+    """The version before, and the one after."""
+    if request.param == "from the commit before":
+        assert EARLIER is not None
+        return from_git(EARLIER, tmp_path / "before"), this(tmp_path / "after")
+    return this(tmp_path / "before"), later(tmp_path / "after")
+
+
+@dataclass(slots=True)
+class Load:
+    """Producers that keep some hundred jobs waiting, until they are told to end."""
+
+    dsn: str
+    over: Event
+
+    def produce(self, number: int) -> int:
+        with session(self.dsn, f"producer {number}") as conn:
+            for n in count():
+                if self.over.is_set():
+                    return n
+                kind, queue = KINDS[n % len(KINDS)], ("default", "narrow")[n % 5 == 4]
+                rows(
+                    conn,
+                    "select taskboard.enqueue(kind => %s, payload => %s, queue => %s,"
+                    " serial_key => %s, unique_key => %s)",
+                    [kind, f'{{"n": {n}}}', queue, f"s{n % 30}" if n % 7 == 0 else None,
+                     f"{number}-{n}" if n % 3 == 0 else None],
+                )  # fmt: skip
+                if n % 50 == 0:
+                    while not self.over.is_set() and waiting(conn) > 400:
+                        time.sleep(0.02)
+        raise AssertionError
+
+
+def waiting(conn: Connection) -> int:
+    found: int = rows(conn, "select count(*) from taskboard.jobs")[0][0]
+    return found
+
+
+def finished(conn: Connection) -> int:
+    found: int = rows(conn, "select count(*) from taskboard.history")[0][0]
+    return found
+
+
+def waits_for_a_lock(conn: Connection) -> bool:
+    """Tell whether a migration waits for a lock on something of ours."""
+    return bool(rows(
+        conn,
+        "select 1 from pg_locks as l join pg_stat_activity as a using (pid) where not l.granted"
+        " and l.locktype = 'relation' and a.application_name = 'taskboard migrate'"
+        " and a.datname = current_database()",
+    ))  # fmt: skip
+
+
+def check_lives(db: Connection, evidence: Path, said: str) -> None:
+    """Hold what the handlers did against what the database has recorded: nothing lost, or twice."""
+    ran = Counter(tuple(line.split()) for line in evidence.read_text().splitlines())
+    assert max(ran.values()) == 1, "an attempt ran twice"
+    recorded = rows(db, "select id::text, attempt, kind, state, lost_leases from taskboard.history")
+    assert {state for _, _, _, state, _ in recorded} == {"completed"}
+    assert {lost for *_, lost in recorded} == {0}
+    attempts = {
+        (job_id, str(n), kind)
+        for job_id, attempt, kind, _, _ in recorded for n in range(1, attempt + 1)
+    }  # fmt: skip
+    assert ran.keys() <= attempts
+    # What a claim brought after the signal to stop is given back: of no other may nothing be seen.
+    given_back = re.findall(r"job=(\S+) kind=(\S+) attempt=(\d+) released", said)
+    assert attempts - ran.keys() <= {(job_id, n, kind) for job_id, kind, n in given_back}
+    assert {(job_id, str(attempt), kind) for job_id, attempt, kind, _, _ in recorded} <= ran.keys()
+    assert rows(db, "select count(*), count(distinct job_id) from public.ledger") == rows(
+        db, "select count(*), count(*) from taskboard.history where kind = 'fenced'"
+    )
+    wrong = "select what, detail from taskboard.incident_list where what !~ '^queue_'"
+    assert rows(db, wrong) == []
+
+
+def longest_stall(db: Connection) -> timedelta:
+    """The longest time in which nothing was claimed; there was always something to claim."""
+    claims = [at for (at,) in rows(db, "select claimed_at from taskboard.history order by 1")]
+    return max(after - before for before, after in pairwise(claims))
+
+
+@pytest.mark.wide
+def test_under_full_load_nothing_is_lost_or_run_twice_and_runners_of_the_version_before_go_on(
+    upgrade: Upgrade, new_database: Callable[[], str], tmp_path: Path,
+    connect: Callable[..., Connection],
+) -> None:  # fmt: skip
+    before, after = upgrade
+    empty_dsn, fresh_dsn = new_database(), new_database()
+    evidence, go, over = tmp_path / "evidence", tmp_path / "go", Event()
+    evidence.touch()
+    environment = {"EVIDENCE": str(evidence), "GO": str(go)}
+    numbers = count()
+
+    def start(version: Version, *arguments: str, **variables: str) -> Program:
+        log = tmp_path / f"log {next(numbers)}"
+        program = version.start(empty_dsn, *arguments, log=log, **variables)
+        return stack.enter_context(ended(program))
+
+    def start_runner(version: Version) -> Program:
+        return start(version, "run", "load_handlers", "--pool", "6", "--lease", "4s", **environment)
+
+    with ExitStack() as stack:
+        assert before.run(empty_dsn, "migrate", log=tmp_path / "installed").code == 0
+        db, reader = connect("db", empty_dsn), connect("reader", empty_dsn)
+        assert rows(db, "select taskboard.version()") == [(before.number,)]
+        db.execute("create table public.ledger (job_id uuid)")
+        db.execute("select taskboard.limit_queue('narrow', max_running => 2)")
+        for _ in range(HELD):
+            db.execute("select taskboard.enqueue('held', priority => 0)")
+        threads = stack.enter_context(ThreadPoolExecutor(2))
+        stack.callback(over.set)
+        produced: list[Future[int]] = [
+            threads.submit(Load(empty_dsn, over).produce, n) for n in range(2)
+        ]
+        old = [start_runner(before) for _ in range(2)]
+        wait_for(lambda: finished(db) > 200, seconds=30, what="the load")
+
+        # Somebody's open transaction is in the way of the change: it waits, and not for long.
+        reader.execute("begin; select count(*) from taskboard.job_list")
+        killed = start(after, "migrate")
+        wait_for(lambda: waits_for_a_lock(db), seconds=20, what="the change to wait")
+        killed.popen.kill()
+        migrators = [start(after, "migrate") for _ in range(3)]
+        wait_for(lambda: waits_for_a_lock(db), seconds=20, what="the next one to wait")
+        done = finished(db)
+        wait_for(lambda: finished(db) > done + 50, what="the work to go on beside it")
+        reader.execute("rollback")
+        for migrator in migrators:
+            assert migrator.popen.wait(60) == 0, migrator.said
+        assert rows(db, "select taskboard.version()") == [(after.number,)]
+        assert sum("functions" in migrator.said for migrator in migrators) == 1
+
+        # The runners of the version before work on with the new functions, then make room.
+        done = finished(db)
+        wait_for(lambda: finished(db) > done + 300, seconds=30, what="the old runners")
+        new = [start_runner(after) for _ in range(2)]
+        wait_for(lambda: all(": on" in each.said for each in new), what="the new runners")
+        assert [each.code for each in old] == [None, None]
+        go.touch()
+        wait_for(
+            lambda: rows(db, "select 1 from taskboard.history where kind = 'held'") == [(1,)] * HELD,
+            what="the old runners to finish what they held",
+        )
+        for each in old:
+            each.popen.send_signal(signal.SIGTERM)
+        for each in old:
+            assert each.popen.wait(30) == 0, each.said
+        over.set()
+        total = sum(future.result(60) for future in produced)
+        wait_for(lambda: waiting(db) == 0, seconds=60, what="the end of the backlog")
+        for each in new:
+            each.popen.send_signal(signal.SIGTERM)
+            assert each.popen.wait(30) == 0, each.said
+
+        assert finished(db) == total + HELD
+        # Nothing is left over of the version before.
+        assert after.run(fresh_dsn, "migrate", log=tmp_path / "fresh").code == 0
+        assert catalog(empty_dsn) == catalog(fresh_dsn)
+        said = "".join(each.said for each in [*old, *new])
+        check_lives(db, evidence, said)
+        assert longest_stall(db) < STALL
+        assert [line for line in said.splitlines() if not EXPECTED.search(line)] == []
