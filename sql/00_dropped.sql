@@ -10,6 +10,7 @@ begin
   for v_function in
     select p.oid::regprocedure as signature
     from (values
+      ('advance_schedule(text, timestamptz, timestamptz, boolean)', 'uuid'),
       ('check_claim(text[], text[], integer, interval, text)', 'record'),
       ('floors_due(text, timestamptz)', 'boolean')
     ) as earlier (signature, result)

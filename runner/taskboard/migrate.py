@@ -24,7 +24,10 @@ import taskboard
 from taskboard import db
 
 LOCK = (1952539508, 0)  # sql/install.sql takes the same
-LOCK_TIMEOUT = "2s"  # running workers never queue longer than this behind a change that waits
+# Running workers never queue longer than this behind a change that waits for a lock, and have as
+# long for themselves before the next try: a renewal gets through, also that of a short lease.
+LOCK_TIMEOUT = "1s"
+PAUSE = 1.0  # seconds
 BUSY = (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected)
 
 Connection = psycopg.Connection[tuple[Any, ...]]
@@ -205,7 +208,7 @@ def _patiently(step: Callable[[], None], deadline: float) -> None:
             if time.monotonic() > deadline:
                 exc.add_note("A transaction holds on to a table; nothing was changed, try again:")
                 raise
-            time.sleep(0.5)
+            time.sleep(PAUSE)
 
 
 def _checksum(files: list[Path]) -> str:

@@ -6,16 +6,18 @@ import pytest
 
 from upgrade.versions import ROOT, earlier
 
-EARLIER = earlier()
+EARLIER = earlier(3)
 
 
 def pytest_report_header() -> str:
     why = "no other migrations than these" if (ROOT / ".git").exists() else "a history of git"
-    found = f"commit {EARLIER[:7]}" if EARLIER else f"made up only (there is no commit with {why})"
-    return f"upgrades from: {found}"
+    found = ", ".join(f"commit {commit[:7]}" for commit in EARLIER)
+    return f"upgrades from: {found or f'made up only (there is no commit with {why})'}"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "upgrade" in metafunc.fixturenames:
         kinds = ["from the commit before", "to a release to come"]
         metafunc.parametrize("upgrade", kinds if EARLIER else kinds[1:], indirect=True)
+    if "commit" in metafunc.fixturenames:
+        metafunc.parametrize("commit", EARLIER)

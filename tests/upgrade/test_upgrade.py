@@ -1,12 +1,13 @@
-"""An upgrade is loaded under full load, while runners of the version before go on with their work."""
+"""An upgrade under full load: runners of the version before go on, and nothing is left of it."""
 
 from __future__ import annotations
 
 import re
 import signal
+import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,11 +15,12 @@ from datetime import timedelta
 from itertools import count, pairwise
 from pathlib import Path
 from threading import Event
-from typing import Any
 
 import pytest
 
 from support import Connection, rows, session, wait_for
+from taskboard.localpg import binaries
+from taskboard.migrate import migrate
 from test_install import catalog
 from upgrade.conftest import EARLIER
 from upgrade.versions import Program, Version, ended, from_git, later, this
@@ -27,8 +29,8 @@ Upgrade = tuple[Version, Version]
 
 KINDS = ("quick", "quick", "quick", "flaky", "early", "fenced", "effect", "thread")
 HELD = 3  # jobs that begin before the upgrade and end after it
-# A change waits 2 s for a lock, and claims behind it; the rest is this machine's.
-STALL = timedelta(seconds=2 + 2)
+# A change waits 1 s for a lock, and claims behind it; the rest is this machine's.
+STALL = timedelta(seconds=1 + 2)
 # What a runner may say: its own lines, what these handlers do, and that a lock was in the way.
 EXPECTED = re.compile(
     r" INFO |again in \d+ s,|in the way, trying again: canceling statement due to lock timeout"
@@ -39,9 +41,59 @@ EXPECTED = re.compile(
 def upgrade(request: pytest.FixtureRequest, tmp_path: Path) -> Upgrade:
     """The version before, and the one after."""
     if request.param == "from the commit before":
-        assert EARLIER is not None
-        return from_git(EARLIER, tmp_path / "before"), this(tmp_path / "after")
+        return from_git(EARLIER[0], tmp_path / "before"), this(tmp_path / "after")
     return this(tmp_path / "before"), later(tmp_path / "after")
+
+
+def test_each_earlier_commit_becomes_what_a_fresh_installation_is(
+    commit: str, empty_dsn: str, dsn: str, tmp_path: Path
+) -> None:
+    said = from_git(commit, tmp_path / "before").run(empty_dsn, "migrate", log=tmp_path / "log")
+    assert said.code == 0, said.said
+    assert migrate(empty_dsn).applied == ["functions"]
+    assert catalog(empty_dsn) == catalog(dsn)
+
+
+def test_psql_and_migrate_upgrade_to_the_same(
+    new_database: Callable[..., str], template: str, tmp_path: Path
+) -> None:
+    to_come = later(tmp_path / "after")
+    by_psql, by_migrate, fresh = new_database(template), new_database(template), new_database()
+    done = subprocess.run(
+        [binaries() / "psql", "-Xqd", by_psql, "-f", to_come.folder / "sql/install.sql"],
+        text=True, capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for dsn in (by_migrate, fresh):
+        said = to_come.run(dsn, "migrate", log=tmp_path / "log")
+        assert said.code == 0, said.said
+    assert catalog(by_psql) == catalog(by_migrate) == catalog(fresh)
+
+
+def test_runner_of_another_version_refuses_in_a_line_and_changes_nothing(
+    dsn: str, db: Connection, empty_dsn: str, tmp_path: Path
+) -> None:
+    now, to_come = this(tmp_path / "now"), later(tmp_path / "later")
+    assert to_come.run(empty_dsn, "migrate", log=tmp_path / "log").code == 0
+    for runner, where, installed in ((now, empty_dsn, to_come), (to_come, dsn, now)):
+        with session(where) as conn:
+            job_id = rows(conn, "select job_id from taskboard.enqueue('quick')")[0][0]
+            conn.execute("select taskboard.schedule('s', '* * * * *', 'quick')")
+            conn.execute("update taskboard.schedules set next_at = now() - interval '1 s'")
+            said = runner.run(where, "run", "load_handlers", "--until-empty", log=tmp_path / "log")
+            assert said.code == 2, said.said
+            first, hint = said.said.splitlines()
+            assert first == (
+                f"taskboard: the database has taskboard {installed.number},"
+                f" this runner is {runner.number}"
+            )
+            assert "taskboard migrate" in hint
+            assert rows(conn, "select job_id, attempt from taskboard.job_list") == [(job_id, 0)]
+    # Nor does the earlier one undo the later one's functions.
+    said = now.run(empty_dsn, "migrate", log=tmp_path / "log")
+    assert said.code == 0 and "newer than this package" in said.said
+    with session(empty_dsn) as conn:
+        assert rows(conn, "select taskboard.version()") == [(to_come.number,)]
 
 
 @dataclass(slots=True)
@@ -177,10 +229,8 @@ def test_under_full_load_nothing_is_lost_or_run_twice_and_runners_of_the_version
         wait_for(lambda: all(": on" in each.said for each in new), what="the new runners")
         assert [each.code for each in old] == [None, None]
         go.touch()
-        wait_for(
-            lambda: rows(db, "select 1 from taskboard.history where kind = 'held'") == [(1,)] * HELD,
-            what="the old runners to finish what they held",
-        )
+        kept = "select count(*) from taskboard.history where kind = 'held'"
+        wait_for(lambda: rows(db, kept) == [(HELD,)], what="the end of what the old runners held")
         for each in old:
             each.popen.send_signal(signal.SIGTERM)
         for each in old:

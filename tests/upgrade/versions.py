@@ -4,6 +4,7 @@ and to: the last one before this, by the history of git, and a release to come, 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import taskboard
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("sql", "migrations", "runner")
+NUMBERED = re.compile(r"/\d[^/]*\.sql$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,29 +85,31 @@ def this(folder: Path) -> Version:
     return Version("this version", folder)
 
 
-def earlier() -> str | None:
-    """Find the newest commit with other functions and no other migrations than those that are here.
+def earlier(most: int) -> list[str]:
+    """Find the newest commits with other functions, and no other migrations, than those here.
 
     None where there is no history (an archive of the sources), or none that this can upgrade:
     until the first release, a migration may still change.
     """
     if not (ROOT / ".git").exists():
-        return None
-    here = contents(ROOT)
-    functions = {name: text for name, text in here.items() if name.startswith("sql/")}
+        return []
+    found: list[str] = []
+    newer = here = contents(ROOT)
     for commit in git("rev-list", "--max-count=100", "HEAD", "--", "sql").decode().split():
-        there = {
-            member.name: archive_text(archive, member)
-            for archive in [tarfile.open(fileobj=BytesIO(git("archive", commit, *PARTS[:2])))]
-            for member in archive if is_ours(member.name)
-        }  # fmt: skip
-        migrations = {name: text for name, text in there.items() if name not in functions}
-        migrations = {n: t for n, t in migrations.items() if n.startswith("migrations/")}
-        if any(here.get(name) != text for name, text in migrations.items()):
-            return None
-        if {name: text for name, text in there.items() if name not in migrations} != functions:
-            return commit
-    return None
+        with tarfile.open(fileobj=BytesIO(git("archive", commit, *PARTS[:2]))) as archive:
+            there = {
+                member.name: file.read()
+                for member in archive
+                if NUMBERED.search(member.name) and (file := archive.extractfile(member))
+            }
+        if any(here.get(n) != text for n, text in there.items() if n.startswith("migrations")):
+            break
+        if there != newer:
+            found.append(commit)
+            newer = there
+        if len(found) == most:
+            break
+    return found
 
 
 def from_git(commit: str, folder: Path) -> Version:
@@ -126,16 +130,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
-def is_ours(name: str) -> bool:
-    return name.endswith(".sql") and Path(name).name[0].isdigit()
-
-
-def archive_text(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    file = archive.extractfile(member)
-    assert file is not None
-    return file.read()
-
-
 def later(folder: Path) -> Version:
     """Make up the next release, with each kind of step that migrations/README.md allows.
 
@@ -151,9 +145,16 @@ def later(folder: Path) -> Version:
     )
     (folder / "migrations/9002_tag_index.sql").write_text(
         "-- transactional: false\n"
-        "create index concurrently if not exists jobs_tag on taskboard.jobs (tag);\n"
-        "insert into taskboard.migrations (name) values ('9002_tag_index') on conflict do nothing;\n"
+        "drop index concurrently if exists taskboard.jobs_tag;\n"  # half of one, from a failed try
+        "create index concurrently jobs_tag on taskboard.jobs (tag);\n"
+        "insert into taskboard.migrations (name) values ('9002_tag_index')"
+        " on conflict do nothing;\n"
     )
+    edit(
+        made, "sql/install.sql",
+        ("\\ir 00_dictionary.sql\n", "\\ir ../migrations/9001_tag.sql\n\\ir 00_dictionary.sql\n"),
+        ("\ncommit;\n", "\ncommit;\n\\ir ../migrations/9002_tag_index.sql\n"),
+    )  # fmt: skip
     dictionary = folder / "sql/00_dictionary.sql"
     dictionary.write_text(
         f"{dictionary.read_text()}\ncomment on column taskboard.jobs.tag is 'A word.';\n"
