@@ -16,8 +16,10 @@ from itertools import count, pairwise
 from pathlib import Path
 from threading import Event
 
+import psycopg
 import pytest
 
+import taskboard
 from support import Connection, rows, session, wait_for
 from taskboard.localpg import binaries
 from taskboard.migrate import migrate
@@ -94,6 +96,35 @@ def test_runner_of_another_version_refuses_in_a_line_and_changes_nothing(
     assert said.code == 0 and "newer than this package" in said.said
     with session(empty_dsn) as conn:
         assert rows(conn, "select taskboard.version()") == [(to_come.number,)]
+
+
+# What producers and workers call, with the owner of a job; none of it reads a view.
+CALLS = (
+    "enqueue('k', serial_key => 's', unique_key => 'u')", "enqueue_many('k', '{1,2}')",
+    "renew(%(job)s, %(token)s)", "renew_many(array[%(job)s::uuid], array[%(token)s::uuid])",
+    "require_lease(%(job)s, %(token)s)", "lease_status(%(job)s, %(token)s)",
+    "begin_effect(%(job)s, %(token)s)", "end_effect(%(job)s, %(token)s)",
+    "next_claimable_at()", "due_schedules()", "listen()", "unlisten()", "maintain()", "version()",
+    "complete(%(job)s, %(token)s)", "wait_for(%(job)s, '0 s')", "claim()",
+)  # fmt: skip
+
+
+def test_while_the_functions_are_being_loaded_no_call_of_a_worker_or_producer_waits(
+    db: Connection, connect: Callable[..., Connection]
+) -> None:
+    rows(db, "select taskboard.enqueue('k')")
+    job, token = rows(db, "select job_id, lease_token from taskboard.claim()")[0]
+    loading = connect("loading")
+    loading.execute("begin")
+    for path in sorted(taskboard.SQL.glob("[0-9]*.sql")):
+        loading.execute(path.read_bytes())
+    warm = connect("warm", options="-c lock_timeout=1ms -c statement_timeout=5s")
+    for call in CALLS:
+        rows(warm, f"select * from taskboard.{call}".encode(), {"job": job, "token": token})
+    with pytest.raises(psycopg.errors.LockNotAvailable):
+        rows(warm, "select * from taskboard.queue_stats")
+    loading.execute("commit")
+    assert rows(db, "select state from taskboard.job(%s)", [job]) == [("completed",)]
 
 
 @dataclass(slots=True)
