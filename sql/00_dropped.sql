@@ -11,6 +11,7 @@ begin
     select p.oid::regprocedure as signature
     from (values
       ('advance_schedule(text, timestamptz, timestamptz, boolean)', 'uuid'),
+      ('advance_schedule(text, timestamptz, timestamptz, boolean, text)', 'uuid'),
       ('check_claim(text[], text[], integer, interval, text)', 'record'),
       ('floors_due(text, timestamptz)', 'boolean')
     ) as earlier (signature, result)
