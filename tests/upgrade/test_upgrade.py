@@ -98,6 +98,32 @@ def test_runner_of_another_version_refuses_in_a_line_and_changes_nothing(
         assert rows(conn, "select taskboard.version()") == [(to_come.number,)]
 
 
+def test_runner_whose_calls_are_gone_claims_no_more_and_finishes_what_it_holds(
+    dsn: str, db: Connection, tmp_path: Path
+) -> None:
+    """As after an upgrade by hand, to something that it cannot work with."""
+    evidence, go = tmp_path / "evidence", tmp_path / "go"
+    evidence.touch()
+    held = rows(db, "select job_id from taskboard.enqueue('held')")[0][0]
+    with ended(this(tmp_path / "now").start(
+        dsn, "run", "load_handlers", "--poll", "100ms", "--no-listen", log=tmp_path / "log",
+        EVIDENCE=str(evidence), GO=str(go),
+    )) as runner:  # fmt: skip
+        wait_for(lambda: "held" in evidence.read_text(), what="the handler to begin")
+        db.execute(
+            "alter function taskboard.claim(text[], text[], integer, interval, text)"
+            " rename to claim_otherwise"
+        )
+        wait_for(lambda: "taskboard.claim(" in runner.said, what="it to be told")
+        later = rows(db, "select job_id from taskboard.enqueue('quick')")[0][0]
+        go.touch()
+        assert runner.popen.wait(20) != 0
+    assert rows(db, "select state, result from taskboard.wait_for(%s)", [held]) == [
+        ("completed", "held on")
+    ]
+    assert rows(db, "select state, attempt from taskboard.job(%s)", [later]) == [("ready", 0)]
+
+
 # What producers and workers call, with the owner of a job; none of it reads a view.
 CALLS = (
     "enqueue('k', serial_key => 's', unique_key => 'u')", "enqueue_many('k', '{1,2}')",
