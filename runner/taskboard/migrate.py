@@ -107,16 +107,18 @@ def _lock(conn: Connection, wait: float) -> None:
         raise MigrateError(
             "a pooler stands in between; name the server itself in TASKBOARD_LISTEN_URL"
         )
-    try:
-        conn.execute("set statement_timeout = 0")  # the role's own is meant for short statements
-        conn.execute("select set_config('lock_timeout', %s, false)", [f"{max(int(wait), 1)}s"])
-        conn.execute("select pg_advisory_lock(%s, %s)", LOCK)
-        conn.execute("select set_config('lock_timeout', %s, false)", [LOCK_TIMEOUT])
-    except psycopg.errors.LockNotAvailable:
-        raise MigrateError(
-            f"another migration of this database has been running for {wait:g} s; try again when"
-            " it has ended (see pg_stat_activity: application_name 'taskboard migrate')"
-        ) from None
+    conn.execute("set statement_timeout = 0")  # the role's own is meant for short statements
+    conn.execute("select set_config('lock_timeout', %s, false)", [LOCK_TIMEOUT])
+    deadline = time.monotonic() + wait
+    # Asked for again and again: whoever waits in a statement holds a snapshot, and no index could
+    # be built concurrently by the one that is waited for.
+    while conn.execute("select pg_try_advisory_lock(%s, %s)", LOCK).fetchone() != (True,):
+        if time.monotonic() > deadline:
+            raise MigrateError(
+                f"another migration of this database has been running for {wait:g} s; try again"
+                " when it has ended (see pg_stat_activity: application_name 'taskboard migrate')"
+            )
+        time.sleep(0.1)
 
 
 def _check_schema(conn: Connection) -> None:

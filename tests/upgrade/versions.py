@@ -45,7 +45,7 @@ class Version:
                 },
             ))  # fmt: skip
 
-    def run(self, dsn: str, *arguments: str, log: Path, within: float = 60) -> Program:
+    def run(self, dsn: str, *arguments: str, log: Path, within: float = 90) -> Program:
         """Run `taskboard …` of this version to its end."""
         with ended(self.start(dsn, *arguments, log=log)) as program:
             program.popen.wait(within)
