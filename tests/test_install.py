@@ -471,6 +471,34 @@ def test_new_table_step_waits_no_longer_than_it_says_and_work_goes_on_in_between
     assert rows(db, "select later from taskboard.jobs") == [(None,)]
 
 
+def test_index_is_built_beside_the_work_while_another_migration_waits(
+    dsn: str, db: Connection, connect: Callable[..., Connection], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    release = shutil.copytree(taskboard.MIGRATIONS, tmp_path / "migrations")
+    (release / "9000_index.sql").write_text(
+        "-- transactional: false\n"
+        "drop index concurrently if exists taskboard.jobs_later;\n"
+        "create index concurrently jobs_later on taskboard.jobs (created_at);\n"
+        "insert into taskboard.migrations (name) values ('9000_index') on conflict do nothing;\n"
+    )
+    monkeypatch.setattr(taskboard, "MIGRATIONS", release)
+    writer, worker = connect("writer"), connect("worker")
+    writer.execute("begin; select taskboard.enqueue('k')")
+    with ThreadPoolExecutor(2) as pool:
+        migrating = [pool.submit(migrate, dsn, wait=15)]
+        building = "select 1 from pg_stat_progress_create_index where datname = current_database()"
+        wait_for(lambda: rows(db, building), what="the build to wait for the writer")
+        migrating.append(pool.submit(migrate, dsn, wait=15))
+        waiting = "select 1 from pg_stat_activity where query ~ 'pg_try_advisory_lock'"
+        wait_for(lambda: rows(db, waiting), what="the other one")
+        assert works(worker), "meanwhile the work goes on"
+        writer.execute("commit")
+        assert [each.result().applied for each in migrating] == [["9000_index", "functions"], []]
+    valid = "select indisvalid from pg_index where indexrelid = 'taskboard.jobs_later'::regclass"
+    assert rows(db, valid) == [(True,)]
+
+
 def test_limits_of_the_role_do_not_stop_a_migration(
     dsn: str, empty_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
