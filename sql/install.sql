@@ -4,6 +4,8 @@
 begin;
 set local search_path = pg_catalog, pg_temp;
 do $$ begin perform pg_advisory_xact_lock(1952539508, 0); end $$;
+-- Workers would queue behind a change that waits for somebody else's transaction: not for long.
+set local lock_timeout = '1s';
 do $$
 begin
   if exists (

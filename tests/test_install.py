@@ -426,6 +426,21 @@ def test_load_waits_for_a_transaction_that_is_in_its_way_and_names_it(
     assert catalog(dsn) == before
 
 
+def test_psql_that_cannot_get_a_lock_gives_up_soon_and_changes_nothing(
+    dsn: str, connect: Callable[..., Connection]
+) -> None:
+    before = catalog(dsn)
+    blocker = connect("A")
+    blocker.execute("begin; select count(*) from taskboard.job_list")
+    started_at = time.monotonic()
+    with pytest.raises(AssertionError, match="canceling statement due to lock timeout"):
+        install_by_psql(dsn)
+    assert time.monotonic() - started_at < 20
+    blocker.execute("rollback")
+    assert catalog(dsn) == before
+    install_by_psql(dsn)
+
+
 def test_transaction_that_was_prepared_and_is_in_the_way_is_named(
     dsn: str, db: Connection, connect: Callable[..., Connection]
 ) -> None:

@@ -54,8 +54,12 @@ def test_each_earlier_commit_becomes_what_a_fresh_installation_is(
 ) -> None:
     said = from_git(commit, tmp_path / "before").run(empty_dsn, "migrate", log=tmp_path / "log")
     assert said.code == 0, said.said
+    # Where this fails, or something is left over, sql/00_dropped.sql lacks a line.
     assert migrate(empty_dsn).applied == ["functions"]
-    assert catalog(empty_dsn) == catalog(dsn)
+    found, expected = catalog(empty_dsn), catalog(dsn)
+    functions = {each[0] for each in found["functions"]} - {each[0] for each in expected["functions"]}
+    assert functions == set(), "left over"
+    assert found == expected
 
 
 def test_psql_and_migrate_upgrade_to_the_same(
