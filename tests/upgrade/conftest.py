@@ -10,9 +10,10 @@ EARLIER = earlier(4)
 
 
 def pytest_report_header() -> str:
-    why = "no other migrations than these" if (ROOT / ".git").exists() else "a history of git"
     found = ", ".join(f"commit {commit[:7]}" for commit in EARLIER)
-    return f"upgrades from: {found or f'made up only (there is no commit with {why})'}"
+    there = (ROOT / ".git").exists()
+    why = "each commit before has other migrations" if there else "no history of git here"
+    return f"upgrades from: {found or f'versions made up from this one ({why})'}"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
