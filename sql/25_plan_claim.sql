@@ -139,4 +139,6 @@ $$Set a queue's limits, over all workers; what is not given has no limit.
 max_running: so many of its jobs hold an unexpired lease at once. max_starts, starts_per: so many
 claims in any interval of that length. lease: default lease of its jobs. Exact under concurrency;
 claims from a limited queue take turns, one that finds another in progress gets none of it.
+Whoever works on with a lapsed lease is not counted, so stalled workers may exceed max_running; so
+may a renewal that commits after the deadline it extends: renew in a transaction of its own.
 Errors: 22004, 22023. Role: taskboard_operator.$$;

@@ -121,7 +121,7 @@ now: the database's clock, from which the runner counts. Role: taskboard_worker.
 
 create or replace function taskboard.advance_schedule(
   name text, due_at timestamptz, next_at timestamptz, enqueue boolean default true,
-  cron text default null)
+  cron text default null, time_zone text default null)
 returns uuid
 language plpgsql
 security definer
@@ -154,6 +154,7 @@ begin
   where s.name = advance_schedule.name
     and s.next_at is not distinct from advance_schedule.due_at
     and (advance_schedule.cron is null or s.cron = advance_schedule.cron)
+    and (advance_schedule.time_zone is null or s.time_zone = advance_schedule.time_zone)
     and s.paused_at is null
     and (taskboard.may_use(s.queue)
       or not exists (select from taskboard.settings as t where t.queue_rights))
@@ -173,9 +174,10 @@ begin
 end
 $$;
 
-comment on function taskboard.advance_schedule(text, timestamptz, timestamptz, boolean, text) is
+comment on function taskboard.advance_schedule(
+  text, timestamptz, timestamptz, boolean, text, text) is
 $$Move a schedule to its next occurrence; enqueue the job of this one.
 due_at: the date that due_schedules showed; if somebody else has moved it, nothing happens and the
-result is null. cron: the rule that next_at was worked out by; if it has changed since, nothing
+result is null. cron, time_zone: what next_at was worked out by; if that has changed since, nothing
 happens. enqueue false passes over the occurrence. Returns the id of the job.
 Errors: 22004, 22023. Role: taskboard_worker.$$;

@@ -4,6 +4,8 @@
 begin;
 set local search_path = pg_catalog, pg_temp;
 do $$ begin perform pg_advisory_xact_lock(1952539508, 0); end $$;
+-- Workers would queue behind a change that waits for somebody else's transaction: not for long.
+set local lock_timeout = '1s';
 do $$
 begin
   if exists (
@@ -18,6 +20,7 @@ end
 $$;
 \ir ../migrations/0001_tables.sql
 \ir 00_dictionary.sql
+\ir 00_dropped.sql
 \ir 01_version.sql
 \ir 02_arguments.sql
 \ir 03_incidents.sql

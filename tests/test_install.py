@@ -19,7 +19,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 import taskboard
-from support import Connection, Server, rows, session, wait_for
+from support import Connection, Server, rows, session, wait_for, wait_until_blocked
 from taskboard.cli import main
 from taskboard.localpg import binaries, temporary_folder
 from taskboard.migrate import LOCK, MigrateError, migrate
@@ -387,20 +387,131 @@ def test_wait_for_another_migration_is_bounded(
     assert "another migration" in capsys.readouterr().err
 
 
-def test_load_waits_for_a_transaction_that_is_in_its_way(
+# What somebody may have done in a transaction that is still open, and how that transaction ends.
+IN_THE_WAY = {
+    "a table": ("lock table taskboard.migrations in share mode", "rollback"),
+    "a view": ("select count(*) from taskboard.job_list", "rollback"),
+    "a function": (
+        "create or replace function taskboard.version() returns text language sql immutable"
+        " security definer set search_path = pg_catalog, pg_temp as $$ select 'mine'::text $$",
+        "commit",
+    ),
+}
+
+
+@pytest.mark.parametrize(("statement", "end"), IN_THE_WAY.values(), ids=IN_THE_WAY)
+def test_load_waits_for_a_transaction_that_is_in_its_way_and_names_it(
+    dsn: str, db: Connection, connect: Callable[..., Connection], statement: str, end: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("taskboard.migrate.PAUSE", 0.1)
+    rows(db, "update taskboard.migrations set checksum = 'of other functions'")
+    before = catalog(dsn)
+    blocker = connect("nightly report")
+    blocker.execute("begin")
+    blocker.execute(statement.encode())
+    with pytest.raises(MigrateError, match="transaction is in the way") as failed:
+        migrate(dsn, wait=0.1)
+    said = f"process {blocker.info.backend_pid} (nightly report, user "
+    assert said in str(failed.value) and "idle in transaction, begun at " in str(failed.value)
+    assert catalog(dsn) == before
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(migrate, dsn)
+        waits = "select 1 from pg_locks where not granted"
+        wait_for(lambda: rows(db, waits), what="the first try to wait")
+        wait_for(lambda: not rows(db, waits), what="it to end")
+        wait_for(lambda: rows(db, waits), what="another to wait")
+        blocker.execute(end.encode())
+        assert waiting.result().applied == ["functions"]
+    assert catalog(dsn) == before
+
+
+def test_psql_that_cannot_get_a_lock_gives_up_soon_and_changes_nothing(
+    dsn: str, connect: Callable[..., Connection]
+) -> None:
+    before = catalog(dsn)
+    blocker = connect("A")
+    blocker.execute("begin; select count(*) from taskboard.job_list")
+    started_at = time.monotonic()
+    with pytest.raises(AssertionError, match="canceling statement due to lock timeout"):
+        install_by_psql(dsn)
+    assert time.monotonic() - started_at < 20
+    blocker.execute("rollback")
+    assert catalog(dsn) == before
+    install_by_psql(dsn)
+
+
+def test_transaction_that_was_prepared_and_is_in_the_way_is_named(
     dsn: str, db: Connection, connect: Callable[..., Connection]
 ) -> None:
     rows(db, "update taskboard.migrations set checksum = 'of other functions'")
     blocker = connect("A")
-    blocker.autocommit = False
-    rows(blocker, "lock table taskboard.migrations in share mode")
-    with pytest.raises(MigrateError, match="holds on to a table"):
-        migrate(dsn, wait=1)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(migrate, dsn)
-        time.sleep(2.5)  # longer than one try
-        blocker.rollback()
-        assert waiting.result().applied == ["functions"]
+    for statement in ("begin", "select count(*) from taskboard.job_list"):
+        blocker.execute(statement.encode())
+    name = f"two phases {blocker.info.backend_pid}"
+    blocker.execute(psycopg.sql.SQL("prepare transaction {}").format(name))
+    with pytest.raises(MigrateError, match=f"the prepared transaction '{name}' of "):
+        try:
+            migrate(dsn, wait=0.1)
+        finally:
+            db.execute(psycopg.sql.SQL("rollback prepared {}").format(name))
+    assert migrate(dsn).applied == ["functions"]
+
+
+def test_new_table_step_waits_no_longer_than_it_says_and_work_goes_on_in_between(
+    dsn: str, db: Connection, connect: Callable[..., Connection], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A claim is seen to wait behind the change, which waits for a reader; then it goes through."""
+    release = shutil.copytree(taskboard.MIGRATIONS, tmp_path / "migrations")
+    (release / "9000_later.sql").write_text(
+        "alter table taskboard.jobs add column if not exists later integer;\n"
+        "insert into taskboard.migrations (name) values ('9000_later') on conflict do nothing;\n"
+    )
+    monkeypatch.setattr(taskboard, "MIGRATIONS", release)
+    job_id = rows(db, "select job_id from taskboard.enqueue('k')")[0][0]
+    reader, worker = connect("reader"), connect("worker")
+    reader.execute("begin; select count(*) from taskboard.jobs")
+    with ThreadPoolExecutor(2) as pool:
+        migrating = pool.submit(migrate, dsn)
+        wait_for(lambda: rows(
+            db, "select 1 from pg_locks where mode = 'AccessExclusiveLock' and not granted"
+            " and relation = 'taskboard.jobs'::regclass"), what="the change to wait")  # fmt: skip
+        claim = pool.submit(rows, worker, "select job_id from taskboard.claim()")
+        wait_until_blocked(db, worker.info.backend_pid)
+        assert claim.result(5) == [(job_id,)], "it waits for the change, not for the reader"
+        assert not migrating.done()
+        reader.execute("rollback")
+        assert migrating.result().applied == ["9000_later", "functions"]
+    assert rows(db, "select later from taskboard.jobs") == [(None,)]
+
+
+def test_index_is_built_beside_the_work_while_another_migration_waits(
+    dsn: str, db: Connection, connect: Callable[..., Connection], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    release = shutil.copytree(taskboard.MIGRATIONS, tmp_path / "migrations")
+    (release / "9000_index.sql").write_text(
+        "-- transactional: false\n"
+        "drop index concurrently if exists taskboard.jobs_later;\n"
+        "create index concurrently jobs_later on taskboard.jobs (created_at);\n"
+        "insert into taskboard.migrations (name) values ('9000_index') on conflict do nothing;\n"
+    )
+    monkeypatch.setattr(taskboard, "MIGRATIONS", release)
+    writer, worker = connect("writer"), connect("worker")
+    writer.execute("begin; select taskboard.enqueue('k')")
+    with ThreadPoolExecutor(2) as pool:
+        migrating = [pool.submit(migrate, dsn, wait=15)]
+        building = "select 1 from pg_stat_progress_create_index where datname = current_database()"
+        wait_for(lambda: rows(db, building), what="the build to wait for the writer")
+        migrating.append(pool.submit(migrate, dsn, wait=15))
+        waiting = "select 1 from pg_stat_activity where query ~ 'pg_try_advisory_lock'"
+        wait_for(lambda: rows(db, waiting), what="the other one")
+        assert works(worker), "meanwhile the work goes on"
+        writer.execute("commit")
+        assert [each.result().applied for each in migrating] == [["9000_index", "functions"], []]
+    valid = "select indisvalid from pg_index where indexrelid = 'taskboard.jobs_later'::regclass"
+    assert rows(db, valid) == [(True,)]
 
 
 def test_limits_of_the_role_do_not_stop_a_migration(

@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import taskboard
@@ -132,7 +132,9 @@ def make_parser() -> argparse.ArgumentParser:
     sub.add_argument("--queue", help="default")
     sub.add_argument("--priority", type=int, metavar="0-9", help="lower runs first (5)")
     sub.add_argument("--delay", type=duration, metavar="DURATION", help="run it this much later")
-    sub.add_argument("--run-at", metavar="TIMESTAMP", help="run it then: 2026-07-01T08:00:00+02:00")
+    sub.add_argument(
+        "--run-at", type=instant, metavar="TIMESTAMP", help="run it then: 2026-07-01T08:00:00+02:00"
+    )
     sub.add_argument(
         "--unique-key", metavar="KEY", help="at most one job of the kind lives with it"
     )
@@ -171,6 +173,18 @@ def duration(text: str) -> timedelta:
         except OverflowError:
             pass
     raise argparse.ArgumentTypeError(f"{text!r} is no duration: write 90s, 5m, 2h or 7d")
+
+
+def instant(text: str) -> str:
+    """Check that a text says when, wherever it is read: a wall clock alone does not."""
+    try:
+        if datetime.fromisoformat(text).tzinfo is not None:
+            return text
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is no instant: write 2026-07-01T08:00:00+02:00, with the offset, or Z for UTC"
+    )
 
 
 def demo(arguments: argparse.Namespace) -> int:

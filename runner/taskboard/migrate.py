@@ -24,8 +24,32 @@ import taskboard
 from taskboard import db
 
 LOCK = (1952539508, 0)  # sql/install.sql takes the same
-LOCK_TIMEOUT = "2s"  # running workers never queue longer than this behind a change that waits
+# Running workers never queue longer than this behind a change that waits for a lock, and have as
+# long for themselves before the next try: a renewal gets through, also that of a short lease.
+LOCK_TIMEOUT = "1s"
+PAUSE = 1.0  # seconds
 BUSY = (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected)
+
+# Transactions that have been open for a while and hold a lock on something of ours, or have
+# changed anything (a function, say; no lock shows that).
+HOLDERS = """
+with held as (
+  select l.pid
+  from pg_locks as l
+  join pg_class as c on c.oid = l.relation and c.relnamespace = to_regnamespace('taskboard')
+  where l.granted and l.database = (
+    select d.oid from pg_database as d where d.datname = current_database()))
+select concat('process ', a.pid, ' (', a.application_name, ', user ', a.usename, ', ', a.state,
+  ', begun at ', a.xact_start, ')')
+from pg_stat_activity as a
+where a.datname = current_database() and a.pid <> pg_backend_pid()
+  and (a.backend_xid is not null or a.pid in (select h.pid from held as h))
+  and a.xact_start < clock_timestamp() - %(patience)s::interval
+union all
+select concat('the prepared transaction ', quote_literal(p.gid), ' of ', p.prepared)
+from pg_prepared_xacts as p
+where p.database = current_database() and exists (select from held as h where h.pid is null)
+limit 5"""
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -66,11 +90,11 @@ def migrate(url: str, *, wait: float = 60.0) -> Report:
                 )
                 return report
             if pending := [name for name in migrations if name not in applied]:
-                _patiently(lambda: _make_tables(url, applied), deadline)
+                _patiently(conn, lambda: _make_tables(url, applied), deadline)
                 report.applied += pending
             report.notices += _compare(conn, migrations)
             if pending or applied.get("functions") != _checksum(functions) or not _is_granted(conn):
-                _patiently(lambda: _load(conn, functions, migrations), deadline)
+                _patiently(conn, lambda: _load(conn, functions, migrations), deadline)
                 report.applied.append("functions")
             report.version = _installed(conn)[1]
     except psycopg.Error as exc:
@@ -83,16 +107,18 @@ def _lock(conn: Connection, wait: float) -> None:
         raise MigrateError(
             "a pooler stands in between; name the server itself in TASKBOARD_LISTEN_URL"
         )
-    try:
-        conn.execute("set statement_timeout = 0")  # the role's own is meant for short statements
-        conn.execute("select set_config('lock_timeout', %s, false)", [f"{max(int(wait), 1)}s"])
-        conn.execute("select pg_advisory_lock(%s, %s)", LOCK)
-        conn.execute("select set_config('lock_timeout', %s, false)", [LOCK_TIMEOUT])
-    except psycopg.errors.LockNotAvailable:
-        raise MigrateError(
-            f"another migration of this database has been running for {wait:g} s; try again when"
-            " it has ended (see pg_stat_activity: application_name 'taskboard migrate')"
-        ) from None
+    conn.execute("set statement_timeout = 0")  # the role's own is meant for short statements
+    conn.execute("select set_config('lock_timeout', %s, false)", [LOCK_TIMEOUT])
+    deadline = time.monotonic() + wait
+    # Asked for again and again: whoever waits in a statement holds a snapshot, and no index could
+    # be built concurrently by the one that is waited for.
+    while conn.execute("select pg_try_advisory_lock(%s, %s)", LOCK).fetchone() != (True,):
+        if time.monotonic() > deadline:
+            raise MigrateError(
+                f"another migration of this database has been running for {wait:g} s; try again"
+                " when it has ended (see pg_stat_activity: application_name 'taskboard migrate')"
+            )
+        time.sleep(0.1)
 
 
 def _check_schema(conn: Connection) -> None:
@@ -196,16 +222,25 @@ def _load(conn: Connection, functions: list[Path], migrations: dict[str, Path]) 
             )
 
 
-def _patiently(step: Callable[[], None], deadline: float) -> None:
+def _patiently(conn: Connection, step: Callable[[], None], deadline: float) -> None:
     """Repeat a step, which is one transaction, while others hold a lock that it needs."""
     while True:
         try:
             return step()
-        except BUSY as exc:
-            if time.monotonic() > deadline:
-                exc.add_note("A transaction holds on to a table; nothing was changed, try again:")
+        except psycopg.Error as exc:
+            # The second: somebody has just changed the same function by hand.
+            if not isinstance(exc, BUSY) and "tuple concurrently" not in str(exc):
                 raise
-            time.sleep(0.5)
+            if time.monotonic() > deadline:
+                exc.add_note(_blame(conn))
+                raise
+            time.sleep(PAUSE)
+
+
+def _blame(conn: Connection) -> str:
+    rows = conn.execute(HOLDERS, {"patience": LOCK_TIMEOUT}).fetchall()
+    who = f" (look at {', '.join(row[0] for row in rows)})" if rows else ""
+    return f"A transaction is in the way{who}; end it or try again, for the step was undone:"
 
 
 def _checksum(files: list[Path]) -> str:

@@ -128,13 +128,11 @@ async def due_schedules(conn: db.Connection) -> list[Due]:
     return [Due(*row) for row in await db.call(conn, columns, "due_schedules")]
 
 
-async def advance_schedule(
-    conn: db.Connection, name: str, step: Step, cron: str | None = None
-) -> UUID | None:
+async def advance_schedule(conn: db.Connection, due: Due, step: Step) -> UUID | None:
     """Take one step; answer the job that it enqueued, None when somebody was quicker."""
     rows = await db.call(
-        conn, "*", "advance_schedule", name=name, due_at=step.due_at, next_at=step.next_at,
-        enqueue=step.enqueue, cron=cron,
+        conn, "*", "advance_schedule", name=due.name, due_at=step.due_at, next_at=step.next_at,
+        enqueue=step.enqueue, cron=due.cron, time_zone=due.time_zone,
     )  # fmt: skip
     job_id: UUID | None = rows[0][0]
     return job_id
@@ -155,7 +153,7 @@ async def advance(link: db.Link, complaints: Complaints | None = None) -> int:
             continue
         try:
             for step in plan(due):
-                job_id = await link.call(advance_schedule, due.name, step, due.cron)
+                job_id = await link.call(advance_schedule, due, step)
                 if step.enqueue and job_id is None:
                     break  # another runner was here; it goes on from there
                 enqueued += step.enqueue

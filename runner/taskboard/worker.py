@@ -297,6 +297,7 @@ class Worker:
         self._ended: dict[Attempt, None] = {}  # and not settled yet
         self._side: set[asyncio.Task[Any]] = set()
         self._unsettled = asyncio.Event()
+        self._fits = asyncio.Event()  # the database's version is this runner's
         self._stopping = asyncio.Event()
         self._asking = False  # a claim is under way
         self._failed = False
@@ -313,7 +314,7 @@ class Worker:
             claiming,
             self.spawn(self._settle()),
             self.spawn(self._maintain()),
-            self.spawn(schedules.run(self.control)),
+            self.spawn(self._advance()),
         ]
         if self._settings.listen:
             monitored.append(self.spawn(self._wake.run()))
@@ -442,6 +443,7 @@ class Worker:
             raise SettingsError(
                 f"the database has taskboard {installed}, this runner is {own}", HINTS["version"]
             )
+        self._fits.set()
         waiting: dict[str, int] = {}
         with suppress(psycopg.Error, OSError):  # not every worker's role may look
             async with self.pool.connection(timeout=3) as conn:
@@ -700,7 +702,12 @@ class Worker:
 
     # Housekeeping.
 
+    async def _advance(self) -> None:
+        await self._fits.wait()
+        await schedules.run(self.control)
+
     async def _maintain(self) -> None:
+        await self._fits.wait()
         pause = random.uniform(0, 2)
         while True:
             await asyncio.sleep(pause)

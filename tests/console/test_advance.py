@@ -152,46 +152,6 @@ def occurrences_of(db: Connection, name: str) -> list[datetime]:
     return [row[0].astimezone(UTC) for row in rows(db, sql, [name])]
 
 
-def test_runners_that_go_through_two_years_enqueue_each_occurrence_once(
-    db: Connection, link: Callable[[], runner_db.Link]
-) -> None:
-    # The clock of this database's schedules is a row, so that two years pass at once.
-    db.execute("create table public.clock as select timestamptz '2023-01-01 00:00:30Z' as now")
-    body, (config,) = rows(
-        db, "select prosrc, proconfig from pg_proc where oid = 'taskboard.due_schedules'::regproc"
-    )[0]
-    assert body.count("clock_timestamp()") == 2 and config == "search_path=pg_catalog, pg_temp"
-    body = body.replace("clock_timestamp()", "(select c.now from public.clock as c)")
-    db.execute(
-        "create or replace function taskboard.due_schedules() returns setof taskboard.due_schedule"
-        f" language plpgsql stable set search_path = pg_catalog, pg_temp as $${body}$$"
-    )
-    rules = {
-        "berlin": ("30 2 * * *", BERLIN), "new york": ("30 1 * * *", NEW_YORK),
-        "weekly": ("15 */8 * * 0", BERLIN), "monthly": ("0 9 1 * *", NEW_YORK),
-    }  # fmt: skip
-    for name, rule in rules.items():
-        db.execute("select taskboard.schedule(%s, %s, 'k', time_zone => %s, misfire => 'all')",
-                   [name, *rule])  # fmt: skip
-    days = 731
-
-    async def live() -> None:
-        runners = [link() for _ in range(3)]
-        for day in range(0, days, 17):
-            now = at("2023-01-01 00:00:30") + timedelta(days=day)
-            db.execute("update public.clock set now = %s", [now])
-            await asyncio.gather(*(schedules.advance(runner) for runner in runners))
-            await schedules.advance(runners[0])  # what one of them left to another, who was slow
-        for runner in runners:
-            runner.close()
-
-    asyncio.run(live())
-    (end,) = rows(db, "select now from public.clock")[0]
-    for name, rule in rules.items():
-        expected = between(*rule, at("2023-01-01 00:00:30"), end.astimezone(UTC))
-        assert occurrences_of(db, name) == expected, name
-
-
 @pytest.mark.parametrize(("misfire", "jobs"), [("skip", 0), ("one", 1), ("all", 25)])
 def test_after_a_day_without_runners_they_do_as_the_schedule_says(
     misfire: str, jobs: int, db: Connection, link: Callable[[], runner_db.Link]

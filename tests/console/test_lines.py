@@ -7,6 +7,7 @@ import os
 import pty
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,27 @@ def test_progress_is_shown_on_a_terminal(db: Connection, dsn: str, tmp_path: Pat
     assert (done.returncode, done.stdout) == (0, "2500 jobs enqueued\n")
     assert "100%  2,500 jobs, " in shown and shown.rstrip("\r\n\x1b[K").endswith("/s")
     assert rows(db, "select count(*) from taskboard.jobs") == [(2500,)]
+
+
+@pytest.mark.parametrize("when", ["2026-03-08 02:30", "2026-03-08T02:30:00", "2026-03-08", "soon"])
+def test_a_wall_clock_without_an_offset_is_refused(
+    when: str, db: Connection, console: Console
+) -> None:
+    said = console("enqueue", "k", "--run-at", when)
+    assert said.code == 2 and "is no instant: write 2026-07-01T08:00:00+02:00" in said.err
+    assert rows(db, "select 1 from taskboard.jobs") == []
+
+
+@pytest.mark.parametrize("zone", ["America/New_York", "UTC", "Australia/Lord_Howe"])
+def test_dates_and_delays_are_the_same_instants_in_every_zone(
+    zone: str, db: Connection, console: Console
+) -> None:
+    wanted = datetime.now(UTC).replace(microsecond=0) + timedelta(days=100)
+    there = wanted.astimezone(timezone(timedelta(hours=-5)))
+    for when in (f"{wanted:%Y-%m-%dT%H:%M:%SZ}", there.isoformat()):
+        assert console("enqueue", "k", "--run-at", when, PGTZ=zone, TZ=zone).code == 0
+    assert rows(db, "select distinct run_at from taskboard.jobs") == [(wanted,)]
+    # A week is 168 hours, whether clocks change in it or not.
+    assert console("enqueue", "later", "--delay", "7d", PGTZ=zone, TZ=zone).code == 0
+    late = "select run_at - created_at from taskboard.job_list where kind = 'later'"
+    assert abs(rows(db, late)[0][0] - timedelta(days=7)) < timedelta(seconds=1)

@@ -22,6 +22,8 @@ EFFECT: Final = "races/test_effect_races.py::"
 UNIQUE: Final = "races/test_unique_key_races.py::"
 SERIAL: Final = "races/test_serial_key_races.py::"
 OPERATOR: Final = "races/test_operator_races.py::"
+LIMIT: Final = "races/test_limit_races.py::"
+HISTORY: Final = "races/test_limit_history.py::"
 BATCH: Final = "races/test_batches_do_not_deadlock.py::"
 GATE: Final = (
     RENEW + "test_gate_that_was_reached_in_time_but_passed_too_late_is_refused[merely locks-"
@@ -442,5 +444,46 @@ MUTANTS: Final = (
             ),
         ),
         (EFFECT + "test_hold_waits_for_evidence_that_is_just_arriving_and_looks_again[commit]",),
+    ),
+    Mutant(
+        "claims from a limited queue at the same time",
+        "limits",
+        "25_plan_claim.sql",
+        (("    for update skip locked\n  loop", "  loop"),),
+        (
+            HISTORY + "test_two_claims_at_once_start_no_more_than_the_limit[running]",
+            HISTORY + "test_two_claims_at_once_start_no_more_than_the_limit[starts]",
+        ),
+    ),
+    Mutant(
+        "wait for a busy limits row",
+        "limits",
+        "25_plan_claim.sql",
+        (("    for update skip locked\n  loop", "    for update\n  loop"),),
+        (LIMIT + "test_claim_from_a_limited_queue_is_passed_over_while_another_is_in_progress"
+         "[commit]",),
+    ),
+    Mutant(
+        "lapsed leases count as running",
+        "limits",
+        "25_plan_claim.sql",
+        ((" and j.claimable_at > v_now\n", "\n"),),
+        (LIMIT + "test_lapsed_lease_frees_its_place_in_a_limited_queue",),
+    ),
+    Mutant(
+        "starts count from the beginning of the transaction",
+        "limits",
+        "25_plan_claim.sql",
+        (("select q.name, clock_timestamp(), count_starts.jobs",
+          "select q.name, now(), count_starts.jobs"),),
+        (HISTORY + "test_a_start_counts_from_the_claim_however_old_its_transaction_is",),
+    ),
+    Mutant(
+        "two runners take the same occurrence",
+        "schedules",
+        "45_schedules.sql",
+        (("    and s.next_at is not distinct from advance_schedule.due_at\n", ""),),
+        (LIMIT + "test_second_runner_waits_and_advances_a_schedule_only_if_the_first_rolls_back"
+         "[commit]",),
     ),
 )

@@ -238,6 +238,29 @@ def test_a_queue_without_limits_has_no_row_to_wait_for(db: Db, connect: Connect)
     assert query(db, "select 1 from taskboard.queue_starts") == []
 
 
+def test_a_claim_where_nothing_is_limited_calls_and_reads_nothing_of_limits(db: Db) -> None:
+    for queue in ("default", "other"):
+        enqueue(db, queue=queue)
+    spent = (
+        "select coalesce((select sum(f.calls) from pg_stat_xact_user_functions as f"
+        " where f.schemaname = 'taskboard' and f.funcname in ('plan_claim', 'count_starts')), 0)"
+        " + (select coalesce(t.seq_scan, 0) + coalesce(t.idx_scan, 0) + t.n_tup_ins + t.n_tup_del"
+        " from pg_stat_xact_user_tables as t where t.relname = 'queue_starts') as spent"
+    )
+
+    def spends(queues: list[str] | None) -> int:
+        query(db, "begin")
+        query(db, "set local track_functions = 'all'")
+        assert len(claim(db, queues=queues)) == 1
+        (row,) = query(db, spent)
+        query(db, "rollback")
+        return int(row["spent"])
+
+    assert spends(None) == spends(["other"]) == 0
+    call(db, "limit_queue", queue="default", max_starts=5, starts_per="1 minute")
+    assert spends(None) > 0, "else this measures nothing"
+
+
 @pytest.mark.parametrize("queue", ["default", None])
 def test_no_claim_that_begins_after_a_pause_gets_anything_until_it_is_ended(
     db: Db, connect: Connect, queue: str | None

@@ -267,6 +267,14 @@ VERBS = (
         one=True, done="scheduled",
     ),
     Verb(
+        "upcoming", "show when schedules run next", "taskboard upcoming report --limit 5",
+        OBSERVER,
+        arguments=(
+            argument("name", nargs="?", metavar="NAME", help="only this schedule"),
+            argument("--limit", type=count, default=20, metavar="N", help="at most so many (20)")),
+        none="no schedule runs: there is none, or it is paused", module="upcoming",
+    ),
+    Verb(
         "unschedule", "remove a schedule; its jobs stay", "taskboard unschedule report", OPERATOR,
         "select taskboard.unschedule({call})", (SCHEDULE,),
         one=True, done="removed", none="there is no such schedule",

@@ -1,0 +1,24 @@
+set local search_path = pg_catalog, pg_temp;
+
+-- Functions of earlier versions that are no more, or took or gave something else: dropped in the
+-- transaction that makes what comes instead, so that no call ever finds neither. One line each:
+-- the signature, and what it returned.
+do $$
+declare
+  v_function record;
+begin
+  for v_function in
+    select p.oid::regprocedure as signature
+    from (values
+      ('advance_schedule(text, timestamptz, timestamptz, boolean)', 'uuid'),
+      ('advance_schedule(text, timestamptz, timestamptz, boolean, text)', 'uuid'),
+      ('check_claim(text[], text[], integer, interval, text)', 'record'),
+      ('floors_due(text, timestamptz)', 'boolean')
+    ) as earlier (signature, result)
+    join pg_proc as p on p.oid = to_regprocedure('taskboard.' || earlier.signature)
+      and p.prorettype = to_regtype(earlier.result)
+  loop
+    execute format('drop function %s', v_function.signature);
+  end loop;
+end
+$$;
