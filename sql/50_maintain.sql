@@ -23,6 +23,8 @@ begin
       lock table taskboard.history_default in access exclusive mode nowait;
       execute format(
         'create table taskboard.%I (like taskboard.history including all)', v_name);
+      -- Or somebody's column of this type would keep the day from being dropped.
+      execute format('revoke all on type taskboard.%I from public', v_name);
       execute format(
         'alter table taskboard.history attach partition taskboard.%I for values from (%L) to (%L)',
         v_name, (v_day::timestamp at time zone 'UTC')::text,

@@ -5,6 +5,7 @@ Each attack is first shown to work on a naive twin, built in the test, and then 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -46,6 +47,14 @@ def as_owner(db: Connection, *statements: str) -> None:
     for statement in statements:
         db.execute(statement)
     db.execute(sql.SQL("set session authorization {}").format(sql.Identifier(ATTACKER)))
+
+
+def seen_by_owner(db: Connection, statement: str) -> list[tuple[Any, ...]]:
+    """Look behind the fence, then be the attacker again."""
+    db.execute("reset session authorization")
+    found = rows(db, statement)
+    db.execute(sql.SQL("set session authorization {}").format(sql.Identifier(ATTACKER)))
+    return found
 
 
 # Operators that say yes to everything, for every type that a body of ours compares.
@@ -377,3 +386,136 @@ def test_nobody_but_the_claimer_is_shown_a_token(db: Connection) -> None:
         for statement in shown:
             for (text,) in rows(db, statement):
                 assert str(token) not in text, statement
+
+
+NAIVE_QUEUE = """
+create schema naive;
+grant usage on schema naive to public;
+create table naive.jobs (
+  id uuid primary key default gen_random_uuid(), token uuid, priority integer not null default 5
+  constraint priority_bounded check (priority between 0 and 9), payload jsonb not null);
+create function naive.change_priority(job_id uuid, priority integer) returns void
+language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
+begin
+  update naive.jobs as j set priority = change_priority.priority where j.id = job_id;
+end $$;
+create function naive.complete(job_id uuid, lease_token uuid) returns setof uuid
+language sql security definer set search_path = pg_catalog, pg_temp as $$
+  delete from naive.jobs as j where j.id = job_id and j.token is not distinct from lease_token
+  returning j.id
+$$;
+create function naive.claim(max_jobs integer) returns table (job_id uuid, lease_token uuid)
+language sql security definer set search_path = pg_catalog, pg_temp as $$
+  update naive.jobs as j set token = gen_random_uuid()
+  where j.id = any (array(
+    select p.id from naive.jobs as p where p.token is null limit max_jobs for update skip locked))
+  returning j.id, j.token
+$$;
+"""
+
+
+@pytest.fixture
+def naive_queue(attacker: Connection) -> Connection:
+    """The attacker's session, beside a queue whose author pinned the path and no more."""
+    as_owner(attacker, NAIVE_QUEUE)
+    return attacker
+
+
+def test_a_naive_check_shows_a_whole_row_in_the_detail_of_its_error(
+    naive_queue: Connection,
+) -> None:
+    token = uuid4()
+    secret = f"insert into naive.jobs (token, payload) values ('{token}', '\"{SECRET}\"')"
+    as_owner(naive_queue, secret)
+    ((job_id,),) = seen_by_owner(naive_queue, "select id from naive.jobs")
+    with pytest.raises(psycopg.errors.CheckViolation) as error:
+        naive_queue.execute("select naive.change_priority(%s, 99)", (job_id,))
+    assert SECRET in told(error.value)
+    assert str(token) in told(error.value)
+
+
+def test_no_constraint_of_ours_is_the_one_to_refuse_an_argument(attacker: Connection) -> None:
+    # A constraint that refuses tells a row; so each bound is looked at before anything is written.
+    for call in (
+        "enqueue('k', priority => 99)", "enqueue('k', priority => -1)",
+        "enqueue('k', max_attempts => 0)", "enqueue('k', lease => '-1 s')",
+        "enqueue('k', on_unknown => 'guess')", "enqueue('k', unique_until => 'never')",
+        "enqueue(null)", "enqueue('k', null)", "enqueue_many('k', array[null]::jsonb[])",
+    ):  # fmt: skip
+        with pytest.raises(psycopg.Error) as error:
+            attacker.execute(f"select * from taskboard.{call}")
+        assert error.value.sqlstate in ("22023", "22004"), call
+        assert error.value.diag.message_detail is None
+        assert error.value.diag.constraint_name is None
+
+
+def test_a_comparison_that_is_safe_for_nulls_lets_a_null_token_end_any_waiting_job(
+    naive_queue: Connection,
+) -> None:
+    as_owner(naive_queue, "insert into naive.jobs (payload) values ('1')")
+    ((job_id,),) = seen_by_owner(naive_queue, "select id from naive.jobs")
+    assert rows(naive_queue, "select naive.complete(%s, null)", (job_id,)) == [(job_id,)]
+
+
+def test_no_verb_takes_a_null_for_the_token_of_a_job_without_one(attacker: Connection) -> None:
+    ((job_id,),) = rows(attacker, "select job_id from taskboard.enqueue('k')")
+    verbs = rows(
+        attacker,
+        "select proname, proargnames @> array['job_ids'] from pg_proc"
+        " where pronamespace = 'taskboard'::regnamespace"
+        " and (proargnames @> array['lease_token'] or proargnames @> array['lease_tokens'])"
+        " and has_function_privilege('taskboard_worker', oid, 'execute')",
+    )
+    assert len(verbs) > 8
+    jobs = "select j::text from taskboard.jobs as j"
+    before = seen_by_owner(attacker, jobs)
+    for verb, many in verbs:
+        pair = f"array['{job_id}']::uuid[], array[null]::uuid[]" if many else f"'{job_id}', null"
+        with pytest.raises(psycopg.Error) as error:
+            attacker.execute(f"select * from taskboard.{verb}({pair})")
+        assert error.value.sqlstate in ("22004", "22023"), verb
+    assert seen_by_owner(attacker, jobs) == before
+
+
+def test_a_limit_that_may_be_null_gives_a_caller_the_whole_queue(naive_queue: Connection) -> None:
+    as_owner(
+        naive_queue, "insert into naive.jobs (payload) select '1' from generate_series(1, 2000)"
+    )
+    assert len(rows(naive_queue, "select * from naive.claim(null)")) == 2000
+
+
+def test_no_argument_of_claim_gives_more_than_a_batch(attacker: Connection) -> None:
+    attacker.execute(
+        "select count(*) from taskboard.enqueue_many("
+        "'k', array(select '1'::jsonb from generate_series(1, 1100)))"
+    )
+    for absurd in ("null", "0", "-1", "1001", "2147483647"):
+        with pytest.raises(psycopg.Error) as error:
+            attacker.execute(f"select * from taskboard.claim(max_jobs => {absurd})")
+        assert error.value.sqlstate in ("22004", "22023"), absurd
+    assert len(rows(attacker, "select * from taskboard.claim(max_jobs => 1000)")) == 1000
+
+
+# What jsonb stores and Python's json refuses: 5,000 digits, and nesting without end.
+POISON = ("1" * 5000, "[" * 5000 + "]" * 5000)
+
+
+@pytest.mark.parametrize("poison", POISON, ids=["a long number", "deep nesting"])
+def test_one_document_that_cannot_be_decoded_loses_a_whole_batch_of_a_naive_client(
+    attacker: Connection, poison: str
+) -> None:
+    for document in ("1", poison, "2"):
+        attacker.execute("select taskboard.enqueue('k', %s::text::jsonb)", (document,))
+    # The driver decodes all rows at once: the claim has been made, and nobody learns of it.
+    with pytest.raises((ValueError, RecursionError)):
+        rows(attacker, "select job_id, payload from taskboard.claim(max_jobs => 3)")
+    assert rows(attacker, "select * from taskboard.claim(max_jobs => 3)") == []
+    as_owner(attacker, "update taskboard.jobs set claimable_at = clock_timestamp()")
+    # As text it is one row's trouble.
+    claimed = rows(attacker, "select payload::text from taskboard.claim(max_jobs => 3)")
+    decoded = []
+    for (text,) in claimed:
+        with suppress(ValueError, RecursionError):
+            decoded.append(json.loads(text))
+    assert sorted(decoded) == [1, 2]
+    assert len(claimed) == 3
