@@ -188,5 +188,6 @@ serial_key: jobs with one key run one at a time, in the order enqueued.
 run_at (an instant) or delay (from now), not both. lease, timeout: for this job's claims.
 on_unknown: 'retry' repeats an effect whose outcome is unknown, 'hold' asks a person.
 Waits for a transaction that is just enqueueing the same key, at most 5 s (55P03).
-Errors: 22004, 22023; above read committed 40001 for a key that was taken meanwhile.
+Errors: 22004, 22023; above read committed 40001 for a key that was taken meanwhile; 42501 for a
+queue that this role may not use, or a unique key that is held in one.
 Role: taskboard_producer.$$;

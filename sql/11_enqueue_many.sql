@@ -132,12 +132,13 @@ declare
   v_serial_nos bigint[] := array_fill(null::bigint, array[cardinality(payloads)]);
   v_turns boolean[] := array_fill(true, array[cardinality(payloads)]);
   v_shard integer;
+  v_rights boolean;
   v_now timestamptz := clock_timestamp();
   v_turn record;
   v_wake boolean := false;
   n integer;
 begin
-  select s.shard into v_shard from taskboard.settings as s;
+  select s.shard, s.queue_rights into v_shard, v_rights from taskboard.settings as s;
   -- Keys in sorted order, so that two batches with the same keys cannot block each other;
   -- within a key in input order.
   for n in
@@ -151,6 +152,9 @@ begin
       v_holders[n] := taskboard.take_unique_key(
         enqueue_keyed.kind, enqueue_keyed.unique_keys[n], v_ids[n],
         v_now + taskboard.exact(enqueue_keyed.unique_for));
+      if v_rights and v_holders[n] <> v_ids[n] then
+        perform taskboard.check_holder(v_holders[n]);
+      end if;
     end if;
   end loop;
   if enqueue_keyed.serial_keys is not null then
