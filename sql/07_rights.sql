@@ -121,6 +121,7 @@ returns void
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
+set lock_timeout = '5s'
 as $$
 begin
   perform taskboard.check_name('queue', allow_queue.queue);
@@ -147,6 +148,7 @@ returns void
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
+set lock_timeout = '5s'
 as $$
 begin
   delete from taskboard.queue_rights as r

@@ -26,6 +26,12 @@ begin
   order by l.id
   limit 1;
   if not found then
+    if (select count(*) from taskboard.lanes) >= (
+      select s.lanes_most from taskboard.settings as s)
+    then
+      raise exception using errcode = '22023', message = 'too many queues and kinds',
+        hint = 'Use the present ones, or raise the setting lanes_most: claims look at them all.';
+    end if;
     -- No unique constraint: a second first registration must not wait for ours to commit.
     v_returning := nextval('taskboard.lane_ids');
     v_fresh := nextval('taskboard.lane_ids');

@@ -104,6 +104,22 @@ comment on function taskboard.drop_partitions(text[]) is
 $$Drop days of history with their effects; 55P03 when somebody reads it (internal).
 Holds its lock until the transaction ends: called last.$$;
 
+create or replace function taskboard.take_chores()
+returns boolean
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  -- A private row, and no advisory lock, which any login could keep for ever.
+  perform from taskboard.migrations as m where m.name = '0001_tables' for update skip locked;
+  return found;
+end
+$$;
+
+comment on function taskboard.take_chores() is
+$$Take the housekeeping until the transaction ends; false if somebody has it (internal).$$;
+
 create or replace function taskboard.prune(keep interval default null)
 returns setof taskboard.maintained
 language plpgsql
@@ -117,7 +133,7 @@ declare
   v_days text[];
 begin
   perform taskboard.check_span('keep', prune.keep, '0', '876000 hours');
-  if not pg_try_advisory_xact_lock(1952539509, 0) then
+  if not taskboard.take_chores() then
     v_row := row('somebody else is pruning', 0);
     return next v_row;
     return;
@@ -205,7 +221,7 @@ set lock_timeout = '100ms'
 as $$
 begin
   -- One at a time is enough; whoever comes second has nothing to do.
-  if not pg_try_advisory_xact_lock(1952539507, 0) then
+  if not taskboard.take_chores() then
     return;
   end if;
   return query select 'exhausted jobs ended'::text, taskboard.sweep_exhausted(

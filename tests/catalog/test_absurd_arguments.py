@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from psycopg import pq, sql
 
-from catalog.matrix import matrix
+from catalog.calls import Function, functions, told
 from support import Connection, Databases, rows, session
 
 SECRET: Final = "customer-4711"
@@ -27,15 +27,6 @@ DOCUMENTED: Final = frozenset(
 )
 UNREADABLE: Final = frozenset(("22021", "22P05", "22P02", "22P03", "22003", "22007", "22008"))
 SECONDS: Final = 5.0  # no call may take longer, on a busy machine
-
-
-@dataclass(frozen=True, slots=True)
-class Function:
-    """A function, the role that may call it (None: the owner), its arguments with their types."""
-
-    name: str
-    role: str | None
-    arguments: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,27 +69,6 @@ ABSURD: Final[dict[str, tuple[str, ...]]] = {
         "null", "'infinity'", "'-infinity'", "'4713-01-01 BC'", "'294276-12-31'", "'1970-01-01Z'",
     ),
 }  # fmt: skip
-# By its name, else by its type: what makes a call an ordinary one.
-USUAL: Final = {
-    "kind": "'k'", "queue": "'default'", "payload": "'{}'", "payloads": "array['1']::jsonb[]",
-    "priority": "5", "max_jobs": "1", "job_id": "'{job_id}'", "lease_token": "'{token}'",
-    "job_ids": "array['{job_id}']::uuid[]", "lease_tokens": "array['{token}']::uuid[]",
-    "step": "'main'", "happened": "true", "permanent": "false", "force": "false",
-    "on_unknown": "'retry'", "unique_until": "'end'", "worker": "'w'", "name": "'nightly'",
-    "cron": "'* * * * *'", "time_zone": "'UTC'", "misfire": "'one'", "paused": "true",
-    "next_at": "'2999-01-01'", "enqueue": "true", "setting": "'lease'", "value": "'1 minute'",
-    "at_most": "'0'", "completed": "true", "role_name": "'taskboard_worker'",
-}  # fmt: skip
-
-FUNCTIONS = """
-select p.proname, p.proargnames,
-  array(
-    select format_type(t, null) from unnest(p.proargtypes) with ordinality as a (t, n) order by n)
-from pg_proc as p
-where p.pronamespace = 'taskboard'::regnamespace
-  and (p.proname = any (%s) or obj_description(p.oid) like '%%For the owner alone.%%')
-order by 1
-"""
 TABLES = """
 select relname from pg_class
 where relnamespace = 'taskboard'::regnamespace and relkind in ('r', 'p') and not relispartition
@@ -152,17 +122,8 @@ def target(databases: Databases, template: str) -> Iterator[Target]:
         )
         db.execute("select taskboard.complete(%s, %s)", (done, done_token))
         db.execute("select taskboard.schedule('nightly', '0 3 * * *', 'k', %s)", (f'"{SECRET}"',))
-        allowed = matrix()
-        functions = [
-            Function(
-                name,
-                f"taskboard_{sorted(allowed[name])[-1]}" if name in allowed else None,
-                dict(zip(names or (), types, strict=False)),
-            )
-            for name, names, types in rows(db, FUNCTIONS, (list(allowed),))
-        ]
         secrets = (SECRET, *(str(t) for t in (token, held_token, done_token)))
-        yield Target(db, functions, str(job_id), str(token), secrets)
+        yield Target(db, functions(db), str(job_id), str(token), secrets)
 
 
 def content(db: Connection, tables: list[str]) -> list[tuple[Any, ...]]:
@@ -177,13 +138,6 @@ def content(db: Connection, tables: list[str]) -> list[tuple[Any, ...]]:
     )
 
 
-def told(error: psycopg.Error) -> str:
-    """Everything that a client is told about an error."""
-    diag = error.diag
-    parts = (diag.message_primary, diag.message_detail, diag.message_hint, diag.context)
-    return " ".join(str(part) for part in (*parts, diag.internal_query))
-
-
 class Attack:
     """Calls that are undone; `faults` has what should not have happened."""
 
@@ -194,9 +148,8 @@ class Attack:
         self.faults: list[str] = []
         self.calls = self.refused = 0
 
-    def usual(self, argument: str, kind: str) -> str:
-        value = USUAL.get(argument, "null").replace("{job_id}", self.target.job_id)
-        return value.replace("{token}", self.target.token) + f"::{kind}"
+    def usual(self, function: Function) -> dict[str, str]:
+        return function.usual(self.target.job_id, self.target.token)
 
     def call(self, function: Function, arguments: dict[str, str], values: Any = None) -> None:
         """Call with expressions; compare all that is stored, and what is said."""
@@ -243,7 +196,7 @@ class Attack:
 
     def caller_of(self, function: Function) -> Callable[[dict[str, Any]], None]:
         """Call with values that the driver sends."""
-        usual = {name: self.usual(name, kind) for name, kind in function.arguments.items()}
+        usual = self.usual(function)
 
         def one(values: dict[str, Any]) -> None:
             absurd = {name: placeholder(name, function.arguments[name]) for name in values}
@@ -278,8 +231,7 @@ def test_each_argument_in_turn_is_given_each_absurd_value(target: Target) -> Non
                 if (value, kind) not in known:
                     known[value, kind] = readable(target.conn, value, kind)
                 if known[value, kind]:
-                    usual = {name: attack.usual(name, t) for name, t in function.arguments.items()}
-                    attack.call(function, usual | {argument: f"({value})::{kind}"})
+                    attack.call(function, attack.usual(function) | {argument: f"({value})::{kind}"})
     assert attack.faults == []
     assert attack.refused > 500  # as so many are refused, the rest was accepted knowingly
     assert content(target.conn, attack.tables) == attack.before
@@ -385,7 +337,7 @@ def test_bytes_that_are_no_text_are_refused_in_every_client_encoding(
                 if kind not in ("text", "jsonb"):
                     continue
                 for raw in BYTES:
-                    usual = {n: attack.usual(n, t) for n, t in function.arguments.items()}
+                    usual = attack.usual(function)
                     usual[argument] = "$1" if kind == "text" else "convert_from($1, 'UTF8')::jsonb"
                     given = ", ".join(f"{n} => {v}" for n, v in usual.items())
                     oid, sent = (25, raw) if kind == "text" else (17, b'"' + raw + b'"')
