@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import threading
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
-from harness import enqueue, process, running, until
-from psycopg.conninfo import make_conninfo
+from harness import enqueue, process, until
 
-from support import rows, session
+from support import rows, session, wait_for
 from taskboard import db as calls
 from taskboard import wake
+from taskboard.cli import make_parser
+from taskboard.migrate import migrate
 
 Connection = psycopg.Connection[Any]
 
@@ -49,3 +51,94 @@ def test_a_storm_of_notifications_wakes_a_runner_a_bounded_number_of_times(
 
     took = asyncio.run(scenario())
     assert 1 <= woken <= took / wake.AT_MOST_EVERY + 3
+
+
+def test_a_runner_reads_every_character_whatever_encoding_the_environment_names(
+    dsn: str, db: Connection, tmp_path: Path
+) -> None:
+    for payload in ({"seconds": 0, "to": "10 €"}, {"seconds": 0}):
+        enqueue(db, "nap", payload)
+    with process(dsn, tmp_path, "until_empty=1", PGCLIENTENCODING="LATIN1") as runner:
+        assert runner.wait() == 0
+    assert rows(db, "select state, count(*) from taskboard.job_list group by state") == [
+        ("completed", 2)
+    ]
+
+
+def test_a_superuser_who_looks_at_the_sessions_of_a_runner_sees_no_token_and_no_payload(
+    dsn: str, db: Connection, tmp_path: Path
+) -> None:
+    for seconds in (0, 0, 30):
+        enqueue(db, "nap", {"seconds": seconds, "card": "4242hush"})
+    name = "watched"
+    with process(dsn, tmp_path, PGAPPNAME=name) as runner:
+        wait_for(lambda: len(runner.words()) == 5)
+        seen = set()
+        for _ in range(30):
+            query = "select query from pg_stat_activity where application_name = %s"
+            seen |= set(rows(db, query, (name,)))
+        text = str(seen)
+        tokens = rows(
+            db,
+            "select lease_token::text from taskboard.history union all"
+            " select lease_token::text from taskboard.jobs",
+        )
+        command = Path(f"/proc/{runner.popen.pid}/cmdline")
+        argv = command.read_text() if command.exists() else ""
+    assert len(tokens) == 3 and "taskboard." in text
+    for hidden in ("hush", *(token for (token,) in tokens)):
+        assert hidden not in text
+        assert hidden not in argv
+    assert "postgresql:" not in argv and "host=" not in argv
+
+
+def test_another_login_sees_nothing_of_what_a_session_runs(
+    dsn: str, db: Connection, connect: Callable[..., Connection]
+) -> None:
+    enqueue(db, "k")
+    ((job_id, token),) = rows(db, "select job_id, lease_token from taskboard.claim()")
+    # By hand, with the token in the text of the statement.
+    db.execute(f"select taskboard.renew('{job_id}', '{token}')")
+    for role in ("producer", "worker", "operator", "observer"):
+        other = connect("other")
+        other.execute(f"set role taskboard_{role}")
+        ((query,),) = rows(
+            other, "select query from pg_stat_activity where pid = %s", (db.info.backend_pid,)
+        )
+        assert query == "<insufficient privilege>"
+
+
+def options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        yield from action.option_strings or [action.dest]
+        if isinstance(action.choices, dict):
+            for sub in action.choices.values():
+                yield from options_of(sub)
+
+
+def test_no_argument_of_any_command_takes_an_address_or_a_key() -> None:
+    found = set(options_of(make_parser()))
+    assert {"--queue", "--unique-key", "--pool"} <= found
+    secret = re.compile(r"url|dsn|password|passwd|secret|token|api|(?<!unique-)(?<!serial-)key")
+    assert sorted(name for name in found if secret.search(name)) == []
+
+
+@pytest.mark.parametrize("careful", [False, True], ids=["default settings", "settings as advised"])
+def test_the_servers_log_shows_tokens_and_payloads_unless_it_is_told_not_to(
+    server_factory: Callable[..., Any], careful: bool, tmp_path: Path
+) -> None:
+    advised = {"log_parameter_max_length": "0", "log_parameter_max_length_on_error": "0"}
+    server = server_factory(log_min_duration_statement="0", **(advised if careful else {}))
+    migrate(server.dsn())
+    with session(server.dsn()) as db:
+        for kind in ("nap", "fail"):
+            enqueue(db, kind, {"seconds": 0, "card": "4242hush"}, max_attempts=1)
+        with process(server.dsn(), tmp_path, "until_empty=1") as runner:
+            runner.wait()
+        with pytest.raises(psycopg.Error):
+            db.execute("select taskboard.complete(%s::uuid, null)", ["0" * 32])
+        tokens = [token for (token,) in rows(db, "select lease_token::text from taskboard.history")]
+    log = (server.folder / "log").read_text(errors="replace")
+    assert "taskboard.claim" in log and len(tokens) >= 1
+    for hidden in ("hush", *tokens):
+        assert (hidden in log) is not careful
