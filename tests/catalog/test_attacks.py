@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
+from catalog.calls import functions, told
 from support import Connection, rows
 
 ATTACKER = f"taskboard_test_attacker_{os.getpid()}"
@@ -172,6 +174,88 @@ def test_own_operators_and_functions_are_never_called_by_ours(attacker: Connecti
     assert rows(attacker, "select * from evil.calls") == []
 
 
+def test_no_function_at_all_calls_an_own_operator_or_function(attacker: Connection) -> None:
+    as_owner(attacker, f"grant taskboard_operator, taskboard_observer to {ATTACKER}")
+    rows(attacker, "select job_id from taskboard.enqueue('k', unique_key => 'u')")
+    ((job_id, token),) = rows(attacker, "select job_id, lease_token from taskboard.claim()")
+    arm(attacker)
+    for (name,) in rows(
+        attacker,
+        "select oid::regprocedure::text from pg_proc where pronamespace = 'evil'::regnamespace",
+    ):
+        ((source,),) = rows(attacker, "select pg_get_functiondef(%s::regprocedure)", (name,))
+        attacker.execute(re.sub(r"(?s)\bbegin.*\bend", "begin raise 'evil ran'; end", source))
+    with pytest.raises(psycopg.errors.RaiseException, match="evil ran"):
+        attacker.execute("select 1 = 2")
+    called = []
+    allowed = [one for one in functions(attacker) if one.role]
+    for function in allowed:
+        # Casts of arguments are the caller's own business: they come ready.
+        usual = function.usual(job_id, token)
+        given = ", ".join(f"{name} => {value}" for name, value in usual.items())
+        try:
+            with attacker.transaction(force_rollback=True):
+                attacker.execute(f"select taskboard.{function.name}({given})")
+        except psycopg.Error as error:
+            if "evil ran" in str(error):
+                called.append(function.name)
+    assert len(allowed) > 30
+    assert called == []
+    as_owner(attacker, f"revoke taskboard_operator, taskboard_observer from {ATTACKER}")
+
+
+CAST = """
+create type evil.guess as (n integer);
+create function evil.as_uuid(evil.guess) returns uuid language plpgsql as $$ begin
+  insert into evil.calls values (current_user::pg_catalog.text, 'cast');
+  return (select token from evil.tokens limit 1); end $$;
+create cast (evil.guess as uuid) with function evil.as_uuid(evil.guess) as implicit;
+"""
+
+
+def test_a_cast_of_the_caller_runs_as_the_caller_before_the_function_does(
+    attacker: Connection,
+) -> None:
+    rows(attacker, "select job_id from taskboard.enqueue('k')")
+    ((job_id,),) = rows(attacker, "select job_id from taskboard.claim()")
+    attacker.execute("create table evil.calls (who text, what text)")
+    attacker.execute("create table evil.tokens as select gen_random_uuid() as token")
+    attacker.execute(CAST)
+    guess = "row(1)::evil.guess"
+    assert rows(attacker, f"select * from taskboard.complete(%s, {guess})", (job_id,)) == []
+    assert rows(attacker, "select distinct who from evil.calls") == [(ATTACKER,)]
+
+
+@pytest.mark.parametrize(
+    "beside", ["Taskboard", "task board", 'task"board', "TASKBOARD", "pg_temp"]
+)
+def test_a_schema_beside_ours_with_the_same_tables_and_functions_is_never_used(
+    attacker: Connection, beside: str
+) -> None:
+    name = sql.Identifier(beside)
+    if beside != "pg_temp":
+        as_owner(attacker)
+        attacker.execute("reset session authorization")
+        attacker.execute(
+            sql.SQL("create schema {} authorization {}").format(name, sql.Identifier(ATTACKER))
+        )
+        as_owner(attacker)
+    for table in ("jobs", "lanes", "settings", "history", "unique_keys", "queue_rights"):
+        attacker.execute(sql.SQL("create table {}.{} (id int)").format(name, sql.Identifier(table)))
+    for function in ("may_use(text)", "may_see(uuid)", "check_name(text, text)"):
+        attacker.execute(
+            sql.SQL(
+                "create function {}." + function + " returns boolean language plpgsql"
+                " as $$ begin raise 'evil ran'; end $$"
+            ).format(name)
+        )
+    attacker.execute(sql.SQL("set search_path = {}, taskboard, public").format(name))
+    ((job_id,),) = rows(attacker, "select job_id from taskboard.enqueue('k', unique_key => 'u')")
+    ((mine, token),) = rows(attacker, "select job_id, lease_token from taskboard.claim()")
+    assert mine == job_id
+    assert len(rows(attacker, "select * from taskboard.complete(%s, %s)", (job_id, token))) == 1
+
+
 def test_own_temporary_table_takes_over_a_function_whose_path_omits_pg_temp(
     attacker: Connection,
 ) -> None:
@@ -261,18 +345,6 @@ def test_settings_of_the_caller_do_not_change_what_ours_do(attacker: Connection)
         assert rows(attacker, done, (job_id, uuid4())) == [(0,)], setting
         assert rows(attacker, done, (job_id, job[0][1])) == [(1,)], setting
         attacker.execute("reset all")
-
-
-def told(error: psycopg.Error) -> str:
-    """Everything that a client is told about an error."""
-    diag = error.diag
-    return " ".join(
-        str(part)
-        for part in (
-            diag.message_primary, diag.message_detail, diag.message_hint, diag.context,
-            diag.internal_query,
-        )
-    )  # fmt: skip
 
 
 def test_no_error_shows_a_row_a_payload_or_a_token(db: Connection, attacker: Connection) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from harness import enqueue, process, until
+from harness import Context, drain, enqueue, process, until
 
 from support import rows, session, wait_for
 from taskboard import db as calls
@@ -142,3 +142,63 @@ def test_the_servers_log_shows_tokens_and_payloads_unless_it_is_told_not_to(
     assert "taskboard.claim" in log and len(tokens) >= 1
     for hidden in ("hush", *tokens):
         assert (hidden in log) is not careful
+
+
+def test_time_limits_of_the_server_cost_attempts_and_never_a_write_without_its_completion(
+    dsn: str, db: Connection
+) -> None:
+    db.execute("create table sums (n int)")
+    limits = {
+        "statement_timeout": "150ms", "lock_timeout": "20ms",
+        "idle_in_transaction_session_timeout": "150ms",
+    }  # fmt: skip
+    if db.info.server_version >= 170000:
+        limits["transaction_timeout"] = "300ms"
+    for name, value in limits.items():
+        db.execute(f"alter database {db.info.dbname} set {name} = '{value}'")
+
+    async def handler(ctx: Context) -> None:
+        async with ctx.transaction(complete=True) as conn:
+            await conn.execute("insert into sums values (%s)", (ctx.job.payload["n"],))
+            match ctx.job.payload["limit"] if ctx.job.attempt == 1 else None:
+                case "idle":
+                    await asyncio.sleep(0.6)
+                case "statement":
+                    await conn.execute("select pg_sleep(5)")
+                case "lock":
+                    await conn.execute("select from barred")
+
+    db.execute("create table barred (n int)")
+    for n, limit in enumerate((None, "idle", "statement", "lock")):
+        enqueue(db, "k", {"n": n, "limit": limit})
+    db.execute("update taskboard.settings set backoff = '0.05 s'")
+    unlimited = " ".join(f"-c {name}=0" for name in limits)
+    with session(dsn, "holder", options=unlimited) as holder:
+        holder.execute("begin; lock table barred")
+        while rows(db, "select 1 from taskboard.jobs"):  # also what comes back a moment later
+            drain(dsn, {"k": handler}, within=30)
+    assert rows(db, "select n from sums order by 1") == [(0,), (1,), (2,), (3,)]
+    ended = rows(
+        db,
+        "select payload->>'limit', state, attempt, failures, lost_leases from taskboard.history"
+        " order by payload->>'n'",
+    )
+    assert ended == [
+        (None, "completed", 1, 0, 0), ("idle", "completed", 2, 1, 0),
+        ("statement", "completed", 2, 1, 0), ("lock", "completed", 2, 1, 0),
+    ]  # fmt: skip
+
+
+def test_a_claim_that_the_server_cuts_short_has_leased_nothing(db: Connection) -> None:
+    db.execute(
+        "select count(*) from taskboard.enqueue_many("
+        "'k', array(select '1'::jsonb from generate_series(1, 1000)))"
+    )
+    db.execute("set statement_timeout = '1ms'")
+    with pytest.raises(psycopg.errors.QueryCanceled):
+        db.execute("select * from taskboard.claim(max_jobs => 1000)")
+    db.execute("reset statement_timeout")
+    assert rows(db, "select state, count(*) from taskboard.job_list group by 1") == [
+        ("ready", 1000)
+    ]
+    assert len(rows(db, "select * from taskboard.claim(max_jobs => 1000)")) == 1000
