@@ -32,7 +32,8 @@ def private(kind: str) -> frozenset[str]:
 
 def table_for_people() -> dict[str, frozenset[str]]:
     """Read the same from the table in sql/SECURITY.md."""
-    text = (ROOT / "sql" / "SECURITY.md").read_text(encoding="utf-8")
+    page = (ROOT / "sql" / "SECURITY.md").read_text(encoding="utf-8")
+    text = page.partition("## The matrix")[2].partition("\n## ")[0]
     found = {}
     for line in re.findall(r"^\| `(\w+)` \|(.*)\|$", text, re.MULTILINE):
         cells = [cell.strip() for cell in line[1].split("|")]
