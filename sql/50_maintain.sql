@@ -118,7 +118,7 @@ end
 $$;
 
 comment on function taskboard.take_chores() is
-$$Take the housekeeping until the transaction ends; false if somebody has it (internal).$$;
+$$Take the housekeeping for this transaction; false when it is taken (internal).$$;
 
 create or replace function taskboard.prune(keep interval default null)
 returns setof taskboard.maintained

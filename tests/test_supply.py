@@ -17,7 +17,7 @@ NEEDED = {
     "cronsim": ("2.6", "seconds and days as the schedules read them"),
     "psycopg": (
         "3.3",
-        "3.2.0 cannot be installed with its binary; 3.2.1 hangs on a cancelled call",
+        "3.2.0 has no binary to install; with 3.2.1 a stop during a claim hung",
     ),
     "sqlparse": ("0.6.1", "reads our migrations; before 0.5 deep nesting ends the process"),
     "stripe": ("16.1", "async calls, and errors with their codes"),
