@@ -6,6 +6,7 @@ call is undone; an error must have a documented code, change nothing and tell no
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -378,3 +379,61 @@ def test_a_client_whose_encoding_lacks_a_character_leases_nothing_and_others_get
         rows(narrow, "select payload::text from taskboard.claim()")
     assert error.value.sqlstate == "22P05"
     assert rows(wide, "select payload, attempt from taskboard.claim()") == [("10 €", 1)]
+
+
+FOREIGNER = f"taskboard_test_foreigner_{os.getpid()}"
+
+
+@pytest.fixture
+def foreigner(target: Target) -> Iterator[Connection]:
+    """The session of a producer and worker who is limited to the queue `mine`."""
+    role, conn = sql.Identifier(FOREIGNER), target.conn
+    conn.execute(sql.SQL("create role {}").format(role))
+    conn.execute(sql.SQL("grant taskboard_worker, taskboard_producer to {}").format(role))
+    conn.execute("select taskboard.allow_queue(%s, 'mine')", (FOREIGNER,))
+    conn.execute(sql.SQL("set session authorization {}").format(role))
+    yield conn
+    conn.execute("reset session authorization")
+    conn.execute("select taskboard.disallow_queue(%s, 'mine')", (FOREIGNER,))
+    conn.execute(sql.SQL("drop role {}").format(role))
+
+
+def test_with_a_stolen_token_no_function_shows_or_changes_anything_of_a_foreign_queue(
+    target: Target, foreigner: Connection
+) -> None:
+    tables = [name for (name,) in rows(foreigner, TABLES)]
+    wrong, ran = [], 0
+    for function in target.functions:
+        if function.role not in ("taskboard_producer", "taskboard_worker"):
+            continue
+        ran += 1
+        usual = function.usual(target.job_id, target.token)
+        for arguments in (usual, {n: v for n, v in usual.items() if n not in ("queues", "kinds")}):
+            given = ", ".join(f"{name} => {value}" for name, value in arguments.items())
+            with foreigner.transaction(force_rollback=True):
+                before = seen_by_owner(foreigner, tables)
+                said = ""
+                try:
+                    with foreigner.transaction():
+                        found = f"select x::text from taskboard.{function.name}({given}) as x"
+                        said = str(rows(foreigner, found))
+                except psycopg.Error as error:
+                    said = told(error)
+                    if error.sqlstate not in DOCUMENTED:
+                        wrong.append((function.name, error.sqlstate))
+                if any(secret in said for secret in target.secrets):
+                    wrong.append((function.name, said))
+                if seen_by_owner(foreigner, tables) != before:
+                    wrong.append((function.name, "changed something"))
+            foreigner.execute("select pg_advisory_unlock_all()")
+            foreigner.execute("unlisten *")
+    assert wrong == []
+    assert ran > 20
+
+
+def seen_by_owner(conn: Connection, tables: list[str]) -> list[tuple[Any, ...]]:
+    """What is stored, but for the record of refusals; then be the foreigner again."""
+    conn.execute("reset session authorization")
+    found = content(conn, [table for table in tables if table != "incidents"])
+    conn.execute(sql.SQL("set session authorization {}").format(sql.Identifier(FOREIGNER)))
+    return found
