@@ -256,7 +256,9 @@ DOCUMENTS_OF_ANY_KIND = st.recursive(
 )  # fmt: skip
 SPANS = st.one_of(
     st.none(),
-    st.integers(-(2**62), 2**62).map(lambda n: f"{n} microseconds"),
+    st.tuples(st.integers(-(2**31) + 1, 2**31 - 1), st.integers(-(10**9), 10**9)).map(
+        lambda pair: f"{pair[0]} hours {pair[1]} microseconds"
+    ),
     st.tuples(st.integers(-(10**6), 10**6), st.integers(-(10**6), 10**6)).map(
         lambda pair: f"{pair[0]} months {pair[1]} days"
     ),
