@@ -22,6 +22,7 @@ create table if not exists taskboard.settings (
   error_bytes integer not null default 8192,
   claim_jobs integer not null default 1000,
   bulk_jobs integer not null default 100000,
+  lanes_most integer not null default 10000,
   lease_least interval not null default '0.1 seconds',
   lease_most interval not null default '24 hours',
   delay_most interval not null default '8784 hours',
@@ -37,7 +38,7 @@ create table if not exists taskboard.settings (
   constraint settings_one_row check (one_row),
   constraint settings_counts_positive check (
     max_attempts > 0 and max_lost_leases > 0 and payload_bytes > 0 and error_bytes > 0
-    and claim_jobs > 0 and bulk_jobs > 0 and incidents_per_minute >= 0),
+    and claim_jobs > 0 and bulk_jobs > 0 and lanes_most > 0 and incidents_per_minute >= 0),
   constraint settings_durations_positive check (
     lease > '0' and timeout > '0' and backoff > '0' and backoff_max >= backoff
     and lease_least > '0' and lease_most >= lease_least and delay_most > '0' and history >= '0'),

@@ -140,6 +140,8 @@ $$Most bytes of one payload, headers or result.$$;
 comment on column taskboard.settings.error_bytes is $$Longer errors are cut to this.$$;
 comment on column taskboard.settings.claim_jobs is $$Most jobs in one claim or batch call.$$;
 comment on column taskboard.settings.bulk_jobs is $$Most jobs in one enqueue_many.$$;
+comment on column taskboard.settings.lanes_most is
+$$Most lanes, two for each queue, kind and priority: a claim looks at them all.$$;
 comment on column taskboard.settings.lease_least is
 $$Shortest lease that may be asked for, and shortest timeout of a job.$$;
 comment on column taskboard.settings.lease_most is $$Longest lease that may be asked for.$$;

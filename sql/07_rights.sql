@@ -73,6 +73,32 @@ $$;
 comment on function taskboard.may_see(uuid) is
 $$Tell whether a job lies in a queue that the calling role may use (internal).$$;
 
+create or replace function taskboard.check_holder(job_id uuid)
+returns void
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  if exists (
+    select from taskboard.jobs as j
+    join taskboard.lanes as l on l.id = j.lane_id
+    where j.id = check_holder.job_id and not taskboard.may_use(l.queue))
+  or exists (
+    select from taskboard.history as h
+    where h.id = check_holder.job_id and not taskboard.may_use(h.queue))
+  then
+    raise exception using errcode = '42501',
+      message = 'the unique key is held in a queue that this role may not use',
+      hint = 'The keys of a kind are one namespace: begin yours with the name of your queue.';
+  end if;
+end
+$$;
+
+comment on function taskboard.check_holder(uuid) is
+$$Refuse to tell the holder of a unique key to who may not see it (internal).
+A holder that has been pruned is told: its id opens nothing. Errors: 42501.$$;
+
 create or replace function taskboard.own_tokens(job_ids uuid[], lease_tokens uuid[])
 returns uuid[]
 language sql
@@ -95,6 +121,7 @@ returns void
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
+set lock_timeout = '5s'
 as $$
 begin
   perform taskboard.check_name('queue', allow_queue.queue);
@@ -121,6 +148,7 @@ returns void
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
+set lock_timeout = '5s'
 as $$
 begin
   delete from taskboard.queue_rights as r

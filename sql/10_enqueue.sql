@@ -26,6 +26,12 @@ begin
   order by l.id
   limit 1;
   if not found then
+    if (select count(*) from taskboard.lanes) >= (
+      select s.lanes_most from taskboard.settings as s)
+    then
+      raise exception using errcode = '22023', message = 'too many queues and kinds',
+        hint = 'Use the present ones, or raise the setting lanes_most: claims look at them all.';
+    end if;
     -- No unique constraint: a second first registration must not wait for ours to commit.
     v_returning := nextval('taskboard.lane_ids');
     v_fresh := nextval('taskboard.lane_ids');
@@ -187,5 +193,6 @@ serial_key: jobs with one key run one at a time, in the order enqueued.
 run_at (an instant) or delay (from now), not both. lease, timeout: for this job's claims.
 on_unknown: 'retry' repeats an effect whose outcome is unknown, 'hold' asks a person.
 Waits for a transaction that is just enqueueing the same key, at most 5 s (55P03).
-Errors: 22004, 22023; above read committed 40001 for a key that was taken meanwhile.
+Errors: 22004, 22023; above read committed 40001 for a key that was taken meanwhile; 42501 for a
+queue that this role may not use, or a unique key that is held in one.
 Role: taskboard_producer.$$;

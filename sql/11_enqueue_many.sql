@@ -131,10 +131,11 @@ declare
   v_serial_nos bigint[];
   v_turns boolean[];
   v_shard text;
+  v_rights boolean;
   v_now timestamptz := clock_timestamp();
   v_unique record;
 begin
-  select s.shard_id into v_shard from taskboard.settings as s;
+  select s.shard_id, s.queue_rights into v_shard, v_rights from taskboard.settings as s;
   v_ids := array(
     select taskboard.new_job_id(v_now, v_shard)
     from generate_series(1, cardinality(enqueue_keyed.payloads)));
@@ -150,6 +151,9 @@ begin
     v_holders[v_unique.n] := taskboard.take_unique_key(
       enqueue_keyed.kind, v_unique.key, v_ids[v_unique.n],
       v_now + taskboard.exact(enqueue_keyed.unique_for));
+    if v_rights and v_holders[v_unique.n] <> v_ids[v_unique.n] then
+      perform taskboard.check_holder(v_holders[v_unique.n]);
+    end if;
   end loop;
   if enqueue_keyed.serial_keys is not null then
     select s.serial_nos, s.turns into v_serial_nos, v_turns

@@ -35,7 +35,8 @@ declare
   v_mark text; -- the locks that this session holds, and an id taken when it had got them
 begin
   perform taskboard.check_names(listen.queues, null);
-  if listen.queues is not null then
+  -- Each key is a lock in memory that all sessions share; for very many, that of all queues does.
+  if cardinality(listen.queues) <= 100 then
     v_keys := array(select distinct hashtext(q) from unnest(listen.queues) as q order by 1);
   end if;
   v_mark := current_setting('taskboard.asleep', true);
@@ -59,8 +60,8 @@ comment on function taskboard.listen(text[]) is
 $$Listen on this session, and mark it as a sleeper on these queues.
 The channel is taskboard. Call it on a direct connection, outside a transaction, then claim once
 more. True: then wait for a notification. False: a transaction that may enqueue is still running;
-claim again and call again soon, a little later each time. Null means all queues. A notification
-is a hint without data.
+claim again and call again soon, a little later each time. Null means all queues; more than 100 are
+marked like all. A notification is a hint without data.
 Errors: 22004, 22023. Role: taskboard_worker.$$;
 
 create or replace function taskboard.unlisten()

@@ -29,6 +29,7 @@ begin
       backoff = taskboard.exact(v_new.backoff), backoff_max = taskboard.exact(v_new.backoff_max),
       payload_bytes = v_new.payload_bytes, error_bytes = v_new.error_bytes,
       claim_jobs = v_new.claim_jobs, bulk_jobs = v_new.bulk_jobs,
+      lanes_most = v_new.lanes_most,
       lease_least = taskboard.exact(v_new.lease_least),
       lease_most = taskboard.exact(v_new.lease_most),
       delay_most = taskboard.exact(v_new.delay_most), history = taskboard.exact(v_new.history),

@@ -23,6 +23,8 @@ begin
       lock table taskboard.history_default in access exclusive mode nowait;
       execute format(
         'create table taskboard.%I (like taskboard.history including all)', v_name);
+      -- Or somebody's column of this type would keep the day from being dropped.
+      execute format('revoke all on type taskboard.%I from public', v_name);
       execute format(
         'alter table taskboard.history attach partition taskboard.%I for values from (%L) to (%L)',
         v_name, (v_day::timestamp at time zone 'UTC')::text,
@@ -177,6 +179,22 @@ $$Drop days of history with their effects; 55P03 when somebody reads it (interna
 Holds its lock until the transaction ends: called last. A day with more effects than a call may
 delete is left to the next ones.$$;
 
+create or replace function taskboard.take_chores()
+returns boolean
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  -- A private row, and no advisory lock, which any login could keep for ever.
+  perform from taskboard.migrations as m where m.name = '0001_tables' for update skip locked;
+  return found;
+end
+$$;
+
+comment on function taskboard.take_chores() is
+$$Take the housekeeping for this transaction; false when it is taken (internal).$$;
+
 create or replace function taskboard.prune(keep interval default null)
 returns setof taskboard.maintained
 language plpgsql
@@ -191,7 +209,7 @@ declare
   v_dropped boolean := false;
 begin
   perform taskboard.check_span('keep', prune.keep, '0', '876000 hours');
-  if not pg_try_advisory_xact_lock(1952539509, 0) then
+  if not taskboard.take_chores() then
     v_row := row('somebody else is pruning', 0);
     return next v_row;
     return;
@@ -298,7 +316,7 @@ declare
   v_dropped boolean := false;
 begin
   -- One at a time is enough; whoever comes second has nothing to do.
-  if not pg_try_advisory_xact_lock(1952539507, 0) then
+  if not taskboard.take_chores() then
     return;
   end if;
   for v_row in select p.* from taskboard.prune() as p loop

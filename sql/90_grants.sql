@@ -2,6 +2,14 @@ set local search_path = pg_catalog, pg_temp;
 
 -- The whole privilege matrix. What is not named here may be called by the owner alone.
 -- Roles belong to the cluster; where this installer may not create them, it says what to run.
+-- On the rest nobody but the owner has any right. A test compares these lines with the catalog:
+-- tables: migrations settings lanes queues queue_starts queue_rights jobs unique_keys serial_keys
+-- tables: history history_default effects schedules incidents
+-- sequences: lane_ids incidents_id_seq
+-- views: live_jobs
+-- types: enqueued claimed renewed renewed_many completed given_back leased effect_begun
+-- types: effect_ended job_state queue_state job_result due_schedule maintained
+-- A type, because a column of it would stand in the way of a migration or of dropping a day.
 do $$
 declare
   v_matrix constant text := $matrix$
@@ -101,6 +109,17 @@ begin
           else 'grant select on taskboard.%I to %I' end,
         v_row[1], 'taskboard_' || v_role);
     end loop;
+  end loop;
+
+  for v_object in
+    select format('revoke all on type %s from %s', t.oid::regtype,
+      case when a.grantee = 0 then 'public' else a.grantee::regrole::text end) as change
+    from pg_type as t
+    cross join lateral aclexplode(coalesce(t.typacl, acldefault('T', t.typowner))) as a
+    where t.typnamespace = 'taskboard'::regnamespace and t.typcategory <> 'A'
+      and a.grantee <> t.typowner
+  loop
+    execute v_object.change;
   end loop;
 
   -- taskboard_owner owns everything where this installer may become it.

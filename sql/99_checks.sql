@@ -35,7 +35,11 @@ begin
     union all
     select c.relname, c.relacl
     from pg_class as c
-    where c.relnamespace = 'taskboard'::regnamespace) as o
+    where c.relnamespace = 'taskboard'::regnamespace
+    union all
+    select t.typname, coalesce(t.typacl, acldefault('T', t.typowner))
+    from pg_type as t
+    where t.typnamespace = 'taskboard'::regnamespace and t.typcategory <> 'A') as o
   cross join lateral aclexplode(o.acl) as a
   where a.grantee = 0;
   if v_broken is not null then

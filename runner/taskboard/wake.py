@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 PROBE_EVERY = 30.0  # seconds; a socket that is dead without saying so is noticed by then
 ANSWER_WITHIN = 5.0
+AT_MOST_EVERY = 0.02  # seconds between wake-ups: anybody may notify, as often as they like
 
 
 class Wake:
@@ -85,7 +86,7 @@ class Wake:
         """Take and give up the mark as the runner falls asleep and wakes; raises when lost."""
         loop = asyncio.get_running_loop()
         conn.add_notify_handler(lambda notify: self._wake())
-        look_at = 0.0
+        look_at = woken_at = 0.0
         while True:
             self._stirred.clear()
             with db.bounded(conn, ANSWER_WITHIN):
@@ -111,5 +112,10 @@ class Wake:
             finally:
                 loop.remove_reader(conn.fileno())
             conn.pgconn.consume_input()
+            heard = False
             while conn.pgconn.notifies():
+                heard = True
+            if heard:
+                await asyncio.sleep(max(woken_at + AT_MOST_EVERY - loop.time(), 0))
+                woken_at = loop.time()
                 self._wake()

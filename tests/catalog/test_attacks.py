@@ -5,7 +5,9 @@ Each attack is first shown to work on a naive twin, built in the test, and then 
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,6 +19,7 @@ import pytest
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
+from catalog.calls import functions, told
 from support import Connection, rows
 
 ATTACKER = f"taskboard_test_attacker_{os.getpid()}"
@@ -47,6 +50,14 @@ def as_owner(db: Connection, *statements: str) -> None:
     for statement in statements:
         db.execute(statement)
     db.execute(sql.SQL("set session authorization {}").format(sql.Identifier(ATTACKER)))
+
+
+def seen_by_owner(db: Connection, statement: str) -> list[tuple[Any, ...]]:
+    """Look behind the fence, then be the attacker again."""
+    db.execute("reset session authorization")
+    found = rows(db, statement)
+    db.execute(sql.SQL("set session authorization {}").format(sql.Identifier(ATTACKER)))
+    return found
 
 
 # Operators that say yes to everything, for every type that a body of ours compares.
@@ -164,6 +175,88 @@ def test_own_operators_and_functions_are_never_called_by_ours(attacker: Connecti
     assert rows(attacker, "select * from evil.calls") == []
 
 
+def test_no_function_at_all_calls_an_own_operator_or_function(attacker: Connection) -> None:
+    as_owner(attacker, f"grant taskboard_operator, taskboard_observer to {ATTACKER}")
+    rows(attacker, "select job_id from taskboard.enqueue('k', unique_key => 'u')")
+    ((job_id, token),) = rows(attacker, "select job_id, lease_token from taskboard.claim()")
+    arm(attacker)
+    for (name,) in rows(
+        attacker,
+        "select oid::regprocedure::text from pg_proc where pronamespace = 'evil'::regnamespace",
+    ):
+        ((source,),) = rows(attacker, "select pg_get_functiondef(%s::regprocedure)", (name,))
+        attacker.execute(re.sub(r"(?s)\bbegin.*\bend", "begin raise 'evil ran'; end", source))
+    with pytest.raises(psycopg.errors.RaiseException, match="evil ran"):
+        attacker.execute("select 1 = 2")
+    called = []
+    allowed = [one for one in functions(attacker) if one.role]
+    for function in allowed:
+        # Casts of arguments are the caller's own business: they come ready.
+        usual = function.usual(job_id, token)
+        given = ", ".join(f"{name} => {value}" for name, value in usual.items())
+        try:
+            with attacker.transaction(force_rollback=True):
+                attacker.execute(f"select taskboard.{function.name}({given})")
+        except psycopg.Error as error:
+            if "evil ran" in str(error):
+                called.append(function.name)
+    assert len(allowed) > 30
+    assert called == []
+    as_owner(attacker, f"revoke taskboard_operator, taskboard_observer from {ATTACKER}")
+
+
+CAST = """
+create type evil.guess as (n integer);
+create function evil.as_uuid(evil.guess) returns uuid language plpgsql as $$ begin
+  insert into evil.calls values (current_user::pg_catalog.text, 'cast');
+  return (select token from evil.tokens limit 1); end $$;
+create cast (evil.guess as uuid) with function evil.as_uuid(evil.guess) as implicit;
+"""
+
+
+def test_a_cast_of_the_caller_runs_as_the_caller_before_the_function_does(
+    attacker: Connection,
+) -> None:
+    rows(attacker, "select job_id from taskboard.enqueue('k')")
+    ((job_id,),) = rows(attacker, "select job_id from taskboard.claim()")
+    attacker.execute("create table evil.calls (who text, what text)")
+    attacker.execute("create table evil.tokens as select gen_random_uuid() as token")
+    attacker.execute(CAST)
+    guess = "row(1)::evil.guess"
+    assert rows(attacker, f"select * from taskboard.complete(%s, {guess})", (job_id,)) == []
+    assert rows(attacker, "select distinct who from evil.calls") == [(ATTACKER,)]
+
+
+@pytest.mark.parametrize(
+    "beside", ["Taskboard", "task board", 'task"board', "TASKBOARD", "pg_temp"]
+)
+def test_a_schema_beside_ours_with_the_same_tables_and_functions_is_never_used(
+    attacker: Connection, beside: str
+) -> None:
+    name = sql.Identifier(beside)
+    if beside != "pg_temp":
+        as_owner(attacker)
+        attacker.execute("reset session authorization")
+        attacker.execute(
+            sql.SQL("create schema {} authorization {}").format(name, sql.Identifier(ATTACKER))
+        )
+        as_owner(attacker)
+    for table in ("jobs", "lanes", "settings", "history", "unique_keys", "queue_rights"):
+        attacker.execute(sql.SQL("create table {}.{} (id int)").format(name, sql.Identifier(table)))
+    for function in ("may_use(text)", "may_see(uuid)", "check_name(text, text)"):
+        attacker.execute(
+            sql.SQL(
+                "create function {}." + function + " returns boolean language plpgsql"
+                " as $$ begin raise 'evil ran'; end $$"
+            ).format(name)
+        )
+    attacker.execute(sql.SQL("set search_path = {}, taskboard, public").format(name))
+    ((job_id,),) = rows(attacker, "select job_id from taskboard.enqueue('k', unique_key => 'u')")
+    ((mine, token),) = rows(attacker, "select job_id, lease_token from taskboard.claim()")
+    assert mine == job_id
+    assert len(rows(attacker, "select * from taskboard.complete(%s, %s)", (job_id, token))) == 1
+
+
 def test_own_temporary_table_takes_over_a_function_whose_path_omits_pg_temp(
     attacker: Connection,
 ) -> None:
@@ -259,18 +352,6 @@ def test_settings_of_the_caller_do_not_change_what_ours_do(attacker: Connection)
         assert rows(attacker, done, (job_id, uuid4())) == [(0,)], setting
         assert rows(attacker, done, (job_id, job[0][1])) == [(1,)], setting
         attacker.execute("reset all")
-
-
-def told(error: psycopg.Error) -> str:
-    """Everything that a client is told about an error."""
-    diag = error.diag
-    return " ".join(
-        str(part)
-        for part in (
-            diag.message_primary, diag.message_detail, diag.message_hint, diag.context,
-            diag.internal_query,
-        )
-    )  # fmt: skip
 
 
 def test_no_error_shows_a_row_a_payload_or_a_token(db: Connection, attacker: Connection) -> None:
@@ -371,8 +452,13 @@ def test_nobody_but_the_claimer_is_shown_a_token(db: Connection) -> None:
     db.execute("select taskboard.begin_effect(%s, %s)", (job_id, token))
     shown = [
         f"select x::text from taskboard.{view} as x"
-        for view in ("job_list", "queue_stats", "worker_list", "incident_list", "effect_list")
+        for (view,) in rows(
+            db,
+            "select relname from pg_class where relnamespace = 'taskboard'::regnamespace"
+            " and relkind = 'v' and has_table_privilege('taskboard_observer', oid, 'select')",
+        )
     ]
+    assert len(shown) > 6
     shown += [
         f"select x::text from taskboard.{call} as x"
         for call in (f"job('{job_id}')", f"job_documents('{job_id}')", "maintain()", "prune()")
@@ -384,3 +470,136 @@ def test_nobody_but_the_claimer_is_shown_a_token(db: Connection) -> None:
         for statement in shown:
             for (text,) in rows(db, statement):
                 assert str(token) not in text, statement
+
+
+NAIVE_QUEUE = """
+create schema naive;
+grant usage on schema naive to public;
+create table naive.jobs (
+  id uuid primary key default gen_random_uuid(), token uuid, priority integer not null default 5
+  constraint priority_bounded check (priority between 0 and 9), payload jsonb not null);
+create function naive.change_priority(job_id uuid, priority integer) returns void
+language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
+begin
+  update naive.jobs as j set priority = change_priority.priority where j.id = job_id;
+end $$;
+create function naive.complete(job_id uuid, lease_token uuid) returns setof uuid
+language sql security definer set search_path = pg_catalog, pg_temp as $$
+  delete from naive.jobs as j where j.id = job_id and j.token is not distinct from lease_token
+  returning j.id
+$$;
+create function naive.claim(max_jobs integer) returns table (job_id uuid, lease_token uuid)
+language sql security definer set search_path = pg_catalog, pg_temp as $$
+  update naive.jobs as j set token = gen_random_uuid()
+  where j.id = any (array(
+    select p.id from naive.jobs as p where p.token is null limit max_jobs for update skip locked))
+  returning j.id, j.token
+$$;
+"""
+
+
+@pytest.fixture
+def naive_queue(attacker: Connection) -> Connection:
+    """The attacker's session, beside a queue whose author pinned the path and no more."""
+    as_owner(attacker, NAIVE_QUEUE)
+    return attacker
+
+
+def test_a_naive_check_shows_a_whole_row_in_the_detail_of_its_error(
+    naive_queue: Connection,
+) -> None:
+    token = uuid4()
+    secret = f"insert into naive.jobs (token, payload) values ('{token}', '\"{SECRET}\"')"
+    as_owner(naive_queue, secret)
+    ((job_id,),) = seen_by_owner(naive_queue, "select id from naive.jobs")
+    with pytest.raises(psycopg.errors.CheckViolation) as error:
+        naive_queue.execute("select naive.change_priority(%s, 99)", (job_id,))
+    assert SECRET in told(error.value)
+    assert str(token) in told(error.value)
+
+
+def test_no_constraint_of_ours_is_the_one_to_refuse_an_argument(attacker: Connection) -> None:
+    # A constraint that refuses tells a row; so each bound is looked at before anything is written.
+    for call in (
+        "enqueue('k', priority => 99)", "enqueue('k', priority => -1)",
+        "enqueue('k', max_attempts => 0)", "enqueue('k', lease => '-1 s')",
+        "enqueue('k', on_unknown => 'guess')", "enqueue('k', unique_until => 'never')",
+        "enqueue(null)", "enqueue('k', null)", "enqueue_many('k', array[null]::jsonb[])",
+    ):  # fmt: skip
+        with pytest.raises(psycopg.Error) as error:
+            attacker.execute(f"select * from taskboard.{call}")
+        assert error.value.sqlstate in ("22023", "22004"), call
+        assert error.value.diag.message_detail is None
+        assert error.value.diag.constraint_name is None
+
+
+def test_a_comparison_that_is_safe_for_nulls_lets_a_null_token_end_any_waiting_job(
+    naive_queue: Connection,
+) -> None:
+    as_owner(naive_queue, "insert into naive.jobs (payload) values ('1')")
+    ((job_id,),) = seen_by_owner(naive_queue, "select id from naive.jobs")
+    assert rows(naive_queue, "select naive.complete(%s, null)", (job_id,)) == [(job_id,)]
+
+
+def test_no_verb_takes_a_null_for_the_token_of_a_job_without_one(attacker: Connection) -> None:
+    ((job_id,),) = rows(attacker, "select job_id from taskboard.enqueue('k')")
+    verbs = rows(
+        attacker,
+        "select proname, proargnames @> array['job_ids'] from pg_proc"
+        " where pronamespace = 'taskboard'::regnamespace"
+        " and (proargnames @> array['lease_token'] or proargnames @> array['lease_tokens'])"
+        " and has_function_privilege('taskboard_worker', oid, 'execute')",
+    )
+    assert len(verbs) > 8
+    jobs = "select j::text from taskboard.jobs as j"
+    before = seen_by_owner(attacker, jobs)
+    for verb, many in verbs:
+        pair = f"array['{job_id}']::uuid[], array[null]::uuid[]" if many else f"'{job_id}', null"
+        with pytest.raises(psycopg.Error) as error:
+            attacker.execute(f"select * from taskboard.{verb}({pair})")
+        assert error.value.sqlstate in ("22004", "22023"), verb
+    assert seen_by_owner(attacker, jobs) == before
+
+
+def test_a_limit_that_may_be_null_gives_a_caller_the_whole_queue(naive_queue: Connection) -> None:
+    as_owner(
+        naive_queue, "insert into naive.jobs (payload) select '1' from generate_series(1, 2000)"
+    )
+    assert len(rows(naive_queue, "select * from naive.claim(null)")) == 2000
+
+
+def test_no_argument_of_claim_gives_more_than_a_batch(attacker: Connection) -> None:
+    attacker.execute(
+        "select count(*) from taskboard.enqueue_many("
+        "'k', array(select '1'::jsonb from generate_series(1, 1100)))"
+    )
+    for absurd in ("null", "0", "-1", "1001", "2147483647"):
+        with pytest.raises(psycopg.Error) as error:
+            attacker.execute(f"select * from taskboard.claim(max_jobs => {absurd})")
+        assert error.value.sqlstate in ("22004", "22023"), absurd
+    assert len(rows(attacker, "select * from taskboard.claim(max_jobs => 1000)")) == 1000
+
+
+# What jsonb stores and Python's json refuses: 5,000 digits, and nesting without end.
+POISON = ("1" * 5000, "[" * 5000 + "]" * 5000)
+
+
+@pytest.mark.parametrize("poison", POISON, ids=["a long number", "deep nesting"])
+def test_one_document_that_cannot_be_decoded_loses_a_whole_batch_of_a_naive_client(
+    attacker: Connection, poison: str
+) -> None:
+    for document in ("1", poison, "2"):
+        attacker.execute("select taskboard.enqueue('k', %s::text::jsonb)", (document,))
+    # The driver decodes all rows at once: the claim has been made, and nobody learns of it.
+    with pytest.raises((ValueError, RecursionError)):
+        rows(attacker, "select job_id, payload from taskboard.claim(max_jobs => 3)")
+    assert rows(attacker, "select * from taskboard.claim(max_jobs => 3)") == []
+    as_owner(attacker, "update taskboard.jobs set claimable_at = clock_timestamp()")
+    # As text it is one row's trouble.
+    claimed = rows(attacker, "select payload::text from taskboard.claim(max_jobs => 3)")
+    decoded = []
+    for (text,) in claimed:
+        with suppress(ValueError, RecursionError):
+            decoded.append(json.loads(text))
+    assert sorted(decoded) == [1, 2]
+    assert len(claimed) == 3

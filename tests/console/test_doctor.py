@@ -140,6 +140,8 @@ PLANTED: list[tuple[str, str, str, str, str]] = [
      "version", "note", "not what was applied: 0001_tables", "reinstall"),
     ("revoke execute on function taskboard.claim from taskboard_worker",
      "rights", "wrong", "may not call claim$", "grant taskboard_worker"),
+    ("create role gone; select taskboard.allow_queue('gone', 'mails'); drop role gone",
+     "rights", "wrong", "role with oid [0-9]+, limited to mails, is gone", "allow_queue"),
     ("alter database {db} connection limit 4",
      "connections", "wrong", "up to 11 connections, and [1-4] are free", "smaller --pool"),
     ("", "email", "note", "off", "set TASKBOARD_SMTP_URL"),
@@ -177,6 +179,21 @@ def test_each_planted_fault_is_found(worker: str, db: Connection, console: Conso
         assert sees(said, *finding) or sees(owner, *finding), (finding, lines(said, finding[0]))
     assert "WRONG  rights " in text.out and "fix:  grant taskboard_worker to" in text.out
     assert sees(owner, "rights", "note", "superuser", "grant taskboard_worker to runner")
+
+
+def test_limits_that_a_restore_has_lost_are_missed(db: Connection, console: Console) -> None:
+    assert not sees(console("doctor", "--json"), "rights", "wrong", "limit")
+    db.execute("create role gone_too; select taskboard.allow_queue('gone_too', 'mails')")
+    try:
+        assert not sees(console("doctor", "--json"), "rights", "wrong", "limit")
+        # What is left when the table could not be filled, because the role was not there.
+        db.execute("delete from taskboard.queue_rights")
+        said = console("doctor", "--json")
+        assert sees(said, "rights", "wrong", "no limit is left", "allow_queue"), said
+        db.execute("select taskboard.disallow_queue('gone_too', 'mails')")
+        assert not sees(console("doctor", "--json"), "rights", "wrong", "limit")
+    finally:
+        db.execute("drop role gone_too")
 
 
 def test_transactions_that_hold_up_everybody_are_named_with_who_holds_them(
@@ -281,6 +298,12 @@ def test_what_cannot_be_planted_here_is_judged_by_its_figures() -> None:
         (found,) = await checks.durability(look(standbys=1))
         assert found.level == "note" and "synchronous_standby_names" in found.fix
         assert await checks.durability(look(standbys=0)) == []
+        logs = dict.fromkeys(checks.LOGGING, "-1") | {"log_transaction_sample_rate": "0"}
+        for explains, cut_at, told in (("1000", "-1", 1), ("1000", "0", 0), ("-1", "-1", 0)):
+            explained = dict(zip(checks.EXPLAIN, (explains, cut_at), strict=True))
+            one = look()
+            one.values |= logs | explained
+            assert len(await checks.logs(one)) == told
 
     asyncio.run(judge())
 

@@ -447,7 +447,8 @@ def test_pruning_many_jobs_with_effects_takes_moments(db: Db) -> None:
 SETTINGS = {
     "lease": "30 s", "timeout": "2 h", "max_attempts": "3", "max_lost_leases": "2",
     "backoff": "1 s", "backoff_max": "1 min", "payload_bytes": "100", "error_bytes": "80",
-    "claim_jobs": "5", "bulk_jobs": "7", "lease_least": "1 s", "lease_most": "2 h",
+    "claim_jobs": "5", "bulk_jobs": "7", "lanes_most": "9", "lease_least": "1 s",
+    "lease_most": "2 h",
     "delay_most": "1 day", "history": "30 days", "incidents_per_minute": "0", "notify": "off",
     "shard": "7",
 }  # fmt: skip

@@ -160,6 +160,52 @@ def test_a_foreign_queue_takes_in_nothing(db: Db, caller: Db) -> None:
     assert everything(db) == before
 
 
+@pytest.mark.parametrize("holder_is", ["live", "live until claimed", "ended"])
+def test_a_key_held_by_a_foreign_job_is_refused_without_its_id(
+    db: Db, caller: Db, holder_is: str
+) -> None:
+    if holder_is == "ended":
+        job = leased(db, queue="theirs", unique_key="u", unique_for="1 h")
+        call(db, "complete", **own(job))
+        holder = job["job_id"]
+    else:
+        until = "end" if holder_is == "live" else "claim"
+        holder = enqueue(db, queue="theirs", unique_key="u", unique_until=until)
+    before = everything(db)
+    plain = {"kind": "mail", "queue": "mine"}
+    for verb, arguments in (
+        ("enqueue", {"unique_key": "u", "serial_key": "s"}),
+        ("enqueue_many", {"payloads": [{}, {}], "unique_keys": ["a", "u"]}),
+    ):
+        with pytest.raises(psycopg.errors.InsufficientPrivilege) as error:
+            call(caller, verb, **plain | arguments)
+        assert str(holder) not in str(error.value)
+        assert "one namespace" in (error.value.diag.message_hint or "")
+    assert everything(db) == before
+
+
+def test_an_own_holder_of_a_key_is_told_and_so_is_one_that_nobody_knows_any_more(
+    db: Db, caller: Db
+) -> None:
+    options = {"kind": "mail", "queue": "mine", "unique_key": "u", "unique_for": "1 h"}
+    (first,) = call(caller, "enqueue", **options)
+    assert call(caller, "enqueue", **options) == [first | {"created": False}]
+    job = claim_one(caller)
+    call(caller, "complete", **own(job))
+    assert call(caller, "enqueue", **options) == [first | {"created": False}]
+    query(db, "delete from taskboard.history")
+    assert call(caller, "enqueue", **options) == [first | {"created": False}]
+
+
+def test_roles_without_limits_are_told_the_holder_wherever_it_is(
+    db: Db, be: Callable[..., Db]
+) -> None:
+    limit(db)
+    holder = enqueue(db, queue="theirs", unique_key="u")
+    (row,) = call(be(PLAIN), "enqueue", kind="mail", queue="mine", unique_key="u")
+    assert row == {"job_id": holder, "created": False}
+
+
 def test_foreign_queues_look_empty_to_a_worker(db: Db, caller: Db) -> None:
     lapsed, waiting = leased(db, queue="other"), enqueue(db, queue="theirs")
     expire(db, lapsed["job_id"])

@@ -288,3 +288,25 @@ def test_listening_changes_no_job(db: Db) -> None:
 def test_nulls_among_the_queues_are_refused_as_in_claim(db: Db) -> None:
     refuses(db, "listen", {}, [({"queues": [None]}, "22004"), ({"queues": ["x", None]}, "22004")])
     assert marks(db) == 0
+
+
+@pytest.mark.parametrize(
+    "queue", ["x" * 63, "x" * 64, "x" * 200, "MixedCase", "a b", "ü" * 40, "it's \"quoted\""]
+)
+def test_a_queue_of_any_name_wakes_its_sleepers(
+    db: Db, connect: Callable[..., Db], heard: Ear, queue: str
+) -> None:
+    with sleeper(connect, [queue]):
+        enqueue(db, queue=queue)
+        assert heard() == [""]
+
+
+def test_documents_and_batches_larger_than_a_notification_wake_all_the_same(
+    db: Db, connect: Callable[..., Db], heard: Ear
+) -> None:
+    with sleeper(connect):
+        for size in (9_000, 1_000_000):
+            enqueue(db, payload={"text": "x" * size})
+            assert heard() == [""]
+        call(db, "enqueue_many", kind="mail", payloads=[{"text": "x" * 100}] * 2000)
+        assert heard() == [""]

@@ -309,6 +309,7 @@ def test_under_full_load_nothing_is_lost_or_run_twice_and_runners_of_the_version
 
         assert finished(db) == total + HELD
         # Nothing is left over of the version before.
+        db.execute("select taskboard.limit_queue('narrow')")
         assert after.run(fresh_dsn, "migrate", log=tmp_path / "fresh").code == 0
         assert catalog(empty_dsn) == catalog(fresh_dsn)
         said = "".join(each.said for each in [*old, *new])

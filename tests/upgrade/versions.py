@@ -179,7 +179,7 @@ def later(folder: Path) -> Version:
          "    and a.attrelid = 'taskboard.claimed'::regclass)\n  then\n"
          "    alter type taskboard.claimed add attribute tag text;\n  end if;\nend\n$$;\n"
          "create or replace function taskboard.claim("),
-        ("j.created_at\n      from leased as j", "j.created_at, j.tag\n      from leased as j"),
+        ("j.run_at, j.created_at;", "j.run_at, j.created_at, j.tag;"),
     )  # fmt: skip
     return Version("a release to come", folder)
 

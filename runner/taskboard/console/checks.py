@@ -104,6 +104,14 @@ from pg_proc as p
 where p.pronamespace = 'taskboard'::regnamespace""",
     "migrations": """
 select name, checksum from taskboard.migrations""",
+    "limits": """
+select s.queue_rights as in_use, r.role::oid::bigint as role, p.rolname is not null as known,
+  string_agg(r.queue, ', ' order by r.queue) as queues
+from taskboard.settings as s
+left join taskboard.queue_rights as r on true
+left join pg_roles as p on p.oid = r.role
+group by s.queue_rights, r.role, p.rolname
+order by r.role""",
     "transactions": """
 select a.pid, a.usename as user, a.application_name as name, coalesce(a.state, a.backend_type)
     as state, a.backend_xid is not null as writes,
@@ -161,6 +169,8 @@ RULES: dict[str, list[tuple[str, str, str, str, str, str]]] = {
          FOR_LOGIN, "'read committed'"),
     ],
 }  # fmt: skip
+# This extension has settings of its own, which count once it is loaded.
+EXPLAIN = "auto_explain.log_min_duration", "auto_explain.log_parameter_max_length"
 # With any of these on, calls are logged, and by default with their parameters.
 LOGGING = {
     "log_statement": "all",
@@ -233,10 +243,23 @@ async def rights(look: Look) -> list[Finding]:
     if lacking:
         fix = f"grant taskboard_worker to {user}; if it has that: taskboard migrate"
         return [wrong(f"{user} may not call {_listed(lacking)}", fix)]
+    found: list[Finding] = []
+    with suppress(psycopg.errors.InsufficientPrivilege):  # for the owner to see
+        found += [_judge_limit(**row) for row in await look.rows("limits") if not row["known"]]
     if look.facts["is_super"]:
         fix = "create role runner login password '…'; grant taskboard_worker to runner;"
-        return [note(f"{user} is a superuser; a runner needs far less", fix)]
-    return []
+        found.append(note(f"{user} is a superuser; a runner needs far less", fix))
+    return [one for one in found if one.text]
+
+
+def _judge_limit(in_use: bool, role: int | None, known: bool, queues: str | None) -> Finding:
+    """Judge a row of queue_rights whose role is gone; without a role: that there is no row."""
+    fix = "select taskboard.allow_queue(ROLE, QUEUE), for each role that was limited"
+    if role is not None:
+        what = f"the role with oid {role}, limited to {queues}, is gone; made anew it has no limit"
+        return wrong(what, f"{fix}; delete from taskboard.queue_rights where role = {role};")
+    what = "roles were limited to queues, and no limit is left, as after a restore without roles"
+    return wrong(what, fix) if in_use else fine("")
 
 
 async def listen(look: Look) -> list[Finding]:
@@ -363,6 +386,10 @@ async def logs(look: Look) -> list[Finding]:
         fix = FOR_LOGIN.format(user=look.facts["user"], name="log_parameter_max_length", value=0)
         what = f"{', '.join(on)}: what is logged shows lease tokens and payloads"
         found.append(wrong(what, f"as superuser: {fix}"))
+    explains, cut_at = (values.get(name) for name in EXPLAIN)
+    if explains not in (None, "-1") and cut_at not in (None, "0"):
+        what = f"{EXPLAIN[0]} = {explains}: plans are logged with lease tokens and payloads"
+        found.append(wrong(what, FOR_ALL.format(name=EXPLAIN[1], value=0)))
     return found
 
 
