@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except _expected() as exc:
-        return _explain(exc)
+        return explain(exc)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -200,7 +200,7 @@ def bring_up_to_date(url: str, wait: float = 60.0) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from taskboard import worker
+    from taskboard import process
     from taskboard.settings import Settings
 
     options: dict[str, Any] = {
@@ -216,14 +216,13 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.dev:
             options |= stack.enter_context(dev_servers())
         settings = stack.enter_context(database(Settings.load(**options)))
-        return worker.main(settings, arguments.modules)
+        return process.main(settings, arguments.modules)
 
 
 def enqueue(arguments: argparse.Namespace) -> int:
-    import asyncio
     import json
 
-    from taskboard import db
+    from taskboard.console.verb import connection, fetch, statement
     from taskboard.settings import Settings
 
     def check(document: str) -> None:
@@ -248,11 +247,10 @@ def enqueue(arguments: argparse.Namespace) -> int:
         options[name] = None if given is None else f"{given.total_seconds()} seconds"
     options = {name: value for name, value in options.items() if value is not None}
 
+    given = {"kind": arguments.kind, "payload": payload} | options
+    text = statement("select * from taskboard.enqueue({call})", given)
     if arguments.show_sql:
-        from taskboard.console.verb import statement
-
-        given = {"kind": arguments.kind, "payload": payload} | options
-        print(f"{statement('select * from taskboard.enqueue({call})', given)};")
+        print(f"{text};")
         return OK
     if lines:
         from taskboard.console.lines import enqueue_lines
@@ -261,12 +259,9 @@ def enqueue(arguments: argparse.Namespace) -> int:
             url = settings.database_url
             return enqueue_lines(url, arguments.kind, options, check, arguments.json)
 
-    async def add(url: str) -> tuple[Any, bool]:
-        async with await db.connect(url, "taskboard enqueue") as conn:
-            return await db.enqueue(conn, arguments.kind, payload, **options)
-
-    with database(Settings.load()) as settings:
-        job_id, created = asyncio.run(add(settings.database_url))
+    with connection("taskboard enqueue") as conn:
+        [row] = fetch(conn, text)
+    job_id, created = row["job_id"], row["created"]
     if arguments.json:
         print(json.dumps({"job_id": str(job_id), "created": created}))
     else:
@@ -386,7 +381,7 @@ def _expected() -> tuple[type[Exception], ...]:
     return UsageError, SettingsError, LocalError, MigrateError, Error
 
 
-def _explain(exc: Exception) -> int:
+def explain(exc: Exception) -> int:
     """Say on stderr what went wrong and what helps; return the exit code."""
     from psycopg import Error
 

@@ -1,0 +1,120 @@
+"""One claimed job on its way through the runner: its handler is called, and how that ended."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+import math
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from taskboard.context import Context
+from taskboard.endings import Ending, clean, judge, storable
+from taskboard.handlers import Handler, Job, Permanent
+from taskboard.leases import Lease, News, now
+
+log = logging.getLogger(__name__)
+
+ENDS_WITHIN = 2.0  # seconds; a cancelled handler is waited for
+STOPPING = "stopping"
+
+
+def is_async(handler: Handler) -> bool:
+    return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(
+        getattr(handler, "__call__", None)  # noqa: B004
+    )
+
+
+def in_thread(handler: Handler, context: Context) -> tuple[Any, BaseException | None]:
+    """Call a plain function. What it raises is a value: a future cannot carry StopIteration."""
+    try:
+        return handler(context), None
+    except BaseException as exc:
+        return None, exc
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One claimed job; its documents are still text."""
+
+    job: Job
+    handler: Handler
+    lease: Lease
+    threaded: bool = False  # the handler works in a thread just now
+    started_at: float = field(default_factory=now)
+    task: asyncio.Task[Ending] | None = None
+    why: str = ""  # what interrupted the handler
+    interrupted_at: float = math.inf
+    ending: Ending = field(default_factory=Ending)
+    alone: bool = False  # to be settled by itself, not in a batch
+
+    def __post_init__(self) -> None:
+        self.threaded = not is_async(self.handler)
+
+    @property
+    def hung(self) -> bool:
+        """Whether the lease is gone and the handler had time to end, and did not."""
+        patience = max(ENDS_WITHIN, self.lease.length if self.threaded else 0)
+        return News.LOST in self.lease.told and now() - self.interrupted_at > patience
+
+    async def run(self, make_context: partial[Context], threads: Executor) -> Ending:
+        """Run the handler; answer how it ended, unless it was cancelled."""
+        try:
+            headers = json.loads(str(self.job.headers or "{}"))
+            job = replace(self.job, payload=json.loads(self.job.payload), headers=headers)
+        except (ValueError, RecursionError) as exc:
+            return judge(Permanent(f"the payload cannot be read: {clean(exc)}"))
+        context = make_context(job, self.lease)
+        try:
+            context.check()
+            if self.threaded:
+                call = partial(in_thread, self.handler, context)
+                result, error = await asyncio.get_running_loop().run_in_executor(threads, call)
+                self.threaded = False
+                if error is not None:
+                    return judge(error)
+            else:
+                result = self.handler(context)
+            if inspect.isawaitable(result):
+                result = await result
+        except asyncio.CancelledError:
+            raise
+        except BaseException as exc:  # of a handler, also SystemExit: it must not end the runner
+            return judge(exc)
+        text, note = storable(result)
+        return Ending("complete", note, result=text)
+
+    def interrupt(self, why: str) -> None:
+        """Cancel the handler, unless something else did; a thread cannot be cancelled."""
+        if self.task is None or self.task.done() or self.why:
+            return
+        self.why, self.interrupted_at = why, now()
+        if not self.threaded:
+            self.task.cancel()
+        asyncio.get_running_loop().call_later(ENDS_WITHIN, self._complain)
+
+    def _complain(self) -> None:
+        if self.task and not self.task.done():
+            text = "job=%s kind=%s attempt=%d does not end: %s"
+            log.warning(text, self.job.id, self.job.kind, self.job.attempt, self.why)
+
+    def conclude(self) -> None:
+        """Decide, now that the handler has ended, how the attempt is to be settled."""
+        assert self.task is not None
+        ending = None if self.task.cancelled() else self.task.result()
+        silent = News.TIMED_OUT in self.lease.told and ending and not ending.verb
+        if not self.lease.owned:
+            ending = Ending()
+        elif self.why == News.TIMED_OUT or silent:
+            ending = Ending("fail", f"timed out after {self.job.timeout.total_seconds():g} s")
+        elif self.why == STOPPING and (
+            ending is None or (ending.verb == "fail" and not ending.chosen)
+        ):
+            ending = Ending("release")
+        elif ending is None:
+            ending = Ending("fail", self.why or "the handler was cancelled from within")
+        self.ending = ending
