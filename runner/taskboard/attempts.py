@@ -102,19 +102,15 @@ class Attempt:
             text = "job=%s kind=%s attempt=%d does not end: %s"
             log.warning(text, self.job.id, self.job.kind, self.job.attempt, self.why)
 
-    def conclude(self) -> None:
+    def conclude(self) -> Ending:
         """Decide, now that the handler has ended, how the attempt is to be settled."""
         assert self.task is not None
         ending = None if self.task.cancelled() else self.task.result()
         silent = News.TIMED_OUT in self.lease.told and ending and not ending.verb
         if not self.lease.owned:
-            ending = Ending()
-        elif self.why == News.TIMED_OUT or silent:
-            ending = Ending("fail", f"timed out after {self.job.timeout.total_seconds():g} s")
-        elif self.why == STOPPING and (
-            ending is None or (ending.verb == "fail" and not ending.chosen)
-        ):
-            ending = Ending("release")
-        elif ending is None:
-            ending = Ending("fail", self.why or "the handler was cancelled from within")
-        self.ending = ending
+            return Ending()
+        if self.why == News.TIMED_OUT or silent:
+            return Ending("fail", f"timed out after {self.job.timeout.total_seconds():g} s")
+        if self.why == STOPPING and (not ending or (ending.verb == "fail" and not ending.chosen)):
+            return Ending("release")
+        return ending or Ending("fail", self.why or "the handler was cancelled from within")

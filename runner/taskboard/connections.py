@@ -9,7 +9,7 @@ import random
 import re
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -47,7 +47,9 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
     begin = False  # the role's default level is another one: claim in an explicit transaction
 
 
+Pool = AsyncConnectionPool[Connection]
 Dial = Callable[[], Awaitable[Connection]]
+Call = Callable[..., Coroutine[Any, Any, T]]  # of a connection and the arguments of a function
 
 
 class Weather(Exception):
@@ -89,7 +91,7 @@ async def _check(conn: Connection) -> None:
         await AsyncConnectionPool.check_connection(conn)
 
 
-def handler_pool(url: str, name: str, size: int) -> AsyncConnectionPool[Connection]:
+def handler_pool(url: str, name: str, size: int) -> Pool:
     """Make the pool that handlers borrow from, not open yet; connections come as needed."""
     return AsyncConnectionPool(
         url, connection_class=Connection, kwargs=connect_arguments(url, name), min_size=0,
@@ -206,6 +208,39 @@ class Link:
             cut(self.conn)
         else:
             self._drop()
+
+
+def every(call: str, shape: Callable[..., T]) -> Call[list[T]]:
+    """Make a coroutine of a call; it answers all rows, each in a shape."""
+
+    async def ask(conn: AsyncConnection[Any], *arguments: Any) -> list[T]:
+        cursor = await conn.execute(call, arguments)
+        return [shape(*row) for row in await cursor.fetchall()]
+
+    return ask
+
+
+def one(call: str, shape: Callable[..., T]) -> Call[T | None]:
+    """Make a coroutine of a call; it answers the first row, or None: the function's zero rows."""
+    ask_all = every(call, shape)
+
+    async def ask(conn: AsyncConnection[Any], *arguments: Any) -> T | None:
+        return next(iter(await ask_all(conn, *arguments)), None)
+
+    return ask
+
+
+def as_it_is(value: T) -> T:
+    return value
+
+
+async def borrow(
+    pool: Pool, call: Call[T], *arguments: Any, wait: float, within: float
+) -> T:
+    """Make a call on a pooled connection; wait for it, and then for the answer, so many seconds."""
+    async with pool.connection(timeout=wait) as conn:
+        with bounded(conn, within):
+            return await call(conn, *arguments)
 
 
 async def keep_on(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import psycopg
 
 from taskboard import db
-from taskboard.connections import Connection, Weather
+from taskboard.connections import Call, Connection, Weather, borrow
 from taskboard.endings import storable
 from taskboard.job import Effect, Held, Job, LeaseLost
 from taskboard.leases import Lease, News, now
@@ -32,6 +32,7 @@ class Context:
         self.job = job
         self._lease, self._worker = lease, worker
         self._begun: set[str] = set()
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
 
     async def begin_effect(
         self, step: str = "main", *, key_valid_for: timedelta | None = None
@@ -112,10 +113,10 @@ class Context:
 
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """In a plain function's thread: run one of the coroutines above in the runner's loop."""
-        if threading.get_ident() == self._worker.thread:
+        if threading.get_ident() == self._thread:
             coroutine.close()
             raise RuntimeError("ctx.wait() is for plain functions; await it in an async one")
-        return asyncio.run_coroutine_threadsafe(coroutine, self._worker.loop).result()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def check(self) -> None:
         """Raise LeaseLost unless the lease holds, as far as that is known here."""
@@ -128,9 +129,21 @@ class Context:
             if not always:
                 self.check()
             try:
-                return await self._worker.ask(function, *self._lease.owner, *arguments)
+                return await self._ask_once(function, *self._lease.owner, *arguments)
             except Weather:
                 await asyncio.sleep(self._worker.control.delay)
+
+    async def _ask_once(self, function: Call[T], *arguments: Any) -> T:
+        """Make a call on a pooled connection: calls at once share a commit.
+
+        Where handlers hold them all, or left one unfit for use, the control connection decides.
+        """
+        control = self._worker.control
+        try:
+            pool, within = self._worker.pool, control.within
+            return await borrow(pool, function, *arguments, wait=0.2, within=within)
+        except (psycopg.Error, OSError):
+            return await control.call(function, *arguments)
 
 
 ThreadContext = Context  # the one that a plain function is given, which needs `wait`

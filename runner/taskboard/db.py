@@ -7,60 +7,16 @@ durations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
 from contextlib import nullcontext
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 from uuid import UUID
 
-from psycopg import AsyncConnection
 from psycopg.errors import FeatureNotSupported
 
-from taskboard.connections import Connection
-from taskboard.job import Effect, Job
-
-T = TypeVar("T")
-Call = Callable[..., Coroutine[Any, Any, T]]  # of a connection, and the function's arguments
+from taskboard.connections import Call, Connection, as_it_is, every, one
+from taskboard.job import Effect, Failed, Job, Renewed
 
 LEASE_LOST = "TB001"  # raised by require_lease
-
-
-class Renewed(NamedTuple):
-    """An answer of renew_many; `outcome` is `renewed` or `busy`, no answer means lost."""
-
-    job_id: UUID
-    outcome: str
-    cancel_requested: bool
-
-
-class Failed(NamedTuple):
-    """The answer of fail: the job's state and, if it is to run again, in how many seconds."""
-
-    state: str
-    again_in: float | None
-
-
-def every(call: str, shape: Callable[..., T]) -> Call[list[T]]:
-    """Make a coroutine of a call; it answers all rows, each in a shape."""
-
-    async def ask(conn: AsyncConnection[Any], *arguments: Any) -> list[T]:
-        cursor = await conn.execute(call, arguments)
-        return [shape(*row) for row in await cursor.fetchall()]
-
-    return ask
-
-
-def one(call: str, shape: Callable[..., T]) -> Call[T | None]:
-    """Make a coroutine of a call; it answers the first row, or None: the function's zero rows."""
-    ask_all = every(call, shape)
-
-    async def ask(conn: AsyncConnection[Any], *arguments: Any) -> T | None:
-        return next(iter(await ask_all(conn, *arguments)), None)
-
-    return ask
-
-
-def as_it_is(value: T) -> T:
-    return value
 
 
 version = one("select taskboard.version()", str)

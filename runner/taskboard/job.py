@@ -1,10 +1,10 @@
-"""What handlers speak about: a claimed job, an effect, and the outcomes that can be raised."""
+"""What is spoken about: answers of the database, and the outcomes that a handler may raise."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import UUID
 
 
@@ -36,6 +36,21 @@ class Effect:
     idempotency_key: str
     state: str
     result: Any = None
+
+
+class Renewed(NamedTuple):
+    """An answer of renew_many; `outcome` is `renewed` or `busy`, no answer means lost."""
+
+    job_id: UUID
+    outcome: str
+    cancel_requested: bool
+
+
+class Failed(NamedTuple):
+    """The answer of fail: the job's state and, if it is to run again, in how many seconds."""
+
+    state: str
+    again_in: float | None
 
 
 class Outcome(Exception):

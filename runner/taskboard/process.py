@@ -9,8 +9,9 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+from taskboard.attempts import ENDS_WITHIN
 from taskboard.handlers import Handler
 from taskboard.preflight import find_handlers
 from taskboard.settings import Settings, SettingsError
@@ -62,8 +63,15 @@ async def run(
         off |= {kind: "not asked for" for kind in handlers}
         handlers = {kind: handlers[kind] for kind in settings.kinds}
     worker = Worker(settings, handlers)
-    with stopped_by_signals(worker.stop):
-        return await worker.run(off)
+    try:
+        with stopped_by_signals(worker.stop):
+            return await worker.run(off)
+    finally:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ENDS_WITHIN):
+                for handler in handlers.values():
+                    if aclose := getattr(handler, "aclose", None):
+                        await aclose()
 
 
 @contextmanager

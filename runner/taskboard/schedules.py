@@ -19,8 +19,16 @@ from zoneinfo import ZoneInfo
 import psycopg
 from cronsim import CronSim, CronSimError
 
-from taskboard import db
-from taskboard.connections import REFUSED_PAUSE, Link, keep_on, one_line
+from taskboard.connections import (
+    REFUSED_PAUSE,
+    Call,
+    Link,
+    as_it_is,
+    every,
+    keep_on,
+    one,
+    one_line,
+)
 
 log = logging.getLogger(__name__)
 
@@ -121,12 +129,12 @@ def plan(due: Due) -> list[Step]:
     return steps
 
 
-due_schedules = db.every(
+due_schedules = every(
     "select name, cron, time_zone, misfire, due_at, now from taskboard.due_schedules()", Due
 )
 # Answers the job that was enqueued; None when there is none, or somebody was quicker.
-advance_schedule: db.Call[UUID | None] = db.one(
-    "select taskboard.advance_schedule(%s, %s, %s, %s, %s)", db.as_it_is
+advance_schedule: Call[UUID | None] = one(
+    "select taskboard.advance_schedule(%s, %s, %s, %s, %s)", as_it_is
 )
 
 

@@ -11,14 +11,15 @@ import psycopg
 
 from taskboard import db
 from taskboard.attempts import Attempt
-from taskboard.connections import Link, Weather, one_line
-from taskboard.endings import clean
+from taskboard.connections import Call, Link, Weather, one_line
+from taskboard.endings import Ending, clean
+from taskboard.job import Failed
 from taskboard.leases import now
 
 log = logging.getLogger(__name__)
 
 BATCH = 1000
-CALLS: dict[str, db.Call[Any]] = {
+CALLS: dict[str, Call[Any]] = {
     "complete": db.complete, "fail": db.fail, "release": db.release,
 }  # fmt: skip
 # What lease_status says when an earlier try, whose answer was lost, did settle the attempt.
@@ -37,10 +38,10 @@ class Settler:
         self.failed = False
         self._wanted = asyncio.Event()
 
-    def add(self, attempt: Attempt) -> None:
+    def add(self, attempt: Attempt, ending: Ending) -> None:
         """Settle an attempt soon."""
+        attempt.ending, lease = ending, attempt.lease
         # A renewal that comes after that would only be refused.
-        lease = attempt.lease
         lease.renew_at = max(lease.renew_at, now() + lease.length / 6)
         self.waiting[attempt] = None
         self._wanted.set()
@@ -107,7 +108,7 @@ class Settler:
         what = f"{ending.verb}d"
         if not answer:
             what = status if ours or status == "held" else f"lease lost ({status})"
-        elif isinstance(answer, db.Failed):
+        elif isinstance(answer, Failed):
             again = answer.again_in
             what = "failed" if again is None else f"failed, again in {max(again, 0):.0f} s,"
             what = "cancelled" if answer.state == "cancelled" else what

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import math
 import random
-import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -18,17 +17,15 @@ from functools import partial
 from typing import Any, TypeVar
 from uuid import UUID
 
-import psycopg
-
-from taskboard import attempts, connections, db, schedules
+from taskboard import attempts, db, schedules
 from taskboard.attempts import STOPPING, Attempt
-from taskboard.connections import Link, Weather
+from taskboard.connections import Link, Weather, borrow, connect, handler_pool, keep_on
 from taskboard.context import Context
 from taskboard.endings import Ending
 from taskboard.handlers import Handler, Job
 from taskboard.leases import Lease, Renewer, now
 from taskboard.preflight import introduce
-from taskboard.settings import Settings, SettingsError
+from taskboard.settings import Settings
 from taskboard.settle import Settler
 from taskboard.wake import Wake
 
@@ -49,92 +46,80 @@ class Worker:
     def __init__(self, settings: Settings, handlers: Mapping[str, Handler]) -> None:
         self._settings, self._handlers = settings, handlers
         self._scope = list(settings.queues) or None, sorted(handlers)
-        self.loop, self.thread = asyncio.get_running_loop(), threading.get_ident()
+        self._loop = asyncio.get_running_loop()
         self._stirred = asyncio.Event()  # there may be something to claim, or to wait no more for
         url, name = settings.database_url, f"taskboard {settings.worker}"
-        dial = partial(connections.connect, url, name)
+        dial = partial(connect, url, name)
         self.control = Link("control", dial, within=ANSWERS_WITHIN, cap=5)
-        self.pool = connections.handler_pool(url, name, settings.pool - 2)
-        self._renewer = Renewer(dial, self.loop)
+        self.pool = handler_pool(url, name, settings.pool - 2)
+        self._renewer = Renewer(dial, self._loop)
         self.forget = self._renewer.forget
         self._settler = Settler(self.control, self._leave)
-        dial_directly = partial(connections.connect, settings.listen_url or url, name)
+        dial_directly = partial(connect, settings.listen_url or url, name)
         self._wake = Wake(dial_directly, self._scope[0], self._stirred.set)
         self._threads = ThreadPoolExecutor(settings.slots, "taskboard-handler")
         self._running: dict[Attempt, None] = {}
         self._side: set[asyncio.Task[Any]] = set()
         self._stopping = asyncio.Event()
-        self._asking = False  # a claim is under way
-        self._misconfigured: SettingsError | None = None
         self.code = FINE
 
     async def run(self, off: Mapping[str, str]) -> int:
-        """Work until stopped; return the exit code. Raises SettingsError."""
-        self._renewer.start()
-        claiming = self._monitor(self._claim(off))
-        self._monitor(self._settler.run())
-        self._monitor(self._maintain())
-        self._monitor(schedules.run(self.control))
-        if self._settings.listen:
-            self._monitor(self._wake.run())
+        """Work until stopped; return the exit code. `off`: kinds without a handler, and why.
+
+        Raises SettingsError when the database cannot be used as configured.
+        """
+        stop_asked = self.spawn(self._stopping.wait())
+        introduced = self.spawn(introduce(self.control, self._settings, self._handlers, off))
         try:
-            await self._stopping.wait()
+            await asyncio.wait({stop_asked, introduced}, return_when=asyncio.FIRST_COMPLETED)
+            if introduced.done():
+                introduced.result()
+                await self._work(stop_asked)
+        finally:
+            await self._close_all()
+        return self.code
+
+    async def _work(self, stop_asked: asyncio.Task[Any]) -> None:
+        self._renewer.start()
+        await self.pool.open()
+        maintain = partial(borrow, self.pool, db.maintain, wait=10, within=MAINTAIN_EVERY)
+        endless = [
+            self._settler.run(),
+            schedules.run(self.control),
+            keep_on("maintain", self.control, maintain, MAINTAIN_EVERY),
+        ]
+        if self._settings.listen:
+            endless.append(self._wake.run())
+        claiming = self.spawn(self._claim())
+        monitored = {claiming, *(self.spawn(coroutine) for coroutine in endless)}
+        try:
+            await asyncio.wait({stop_asked, *monitored}, return_when=asyncio.FIRST_COMPLETED)
+            self.stop()
+            for task in monitored:  # without one of them the runner would be alive but deaf
+                if task.done() and (exc := task.exception()):
+                    log.error("unexpected end of %s", task.get_coro(), exc_info=exc)
+                    self.code = BROKEN
             await self._drain(claiming, self._settings.grace)
         except asyncio.CancelledError:
             self.stop()
             await self._drain(claiming, 0)
             raise
-        finally:
-            await self._close_all()
-        if self._misconfigured:
-            raise self._misconfigured
-        return self.code
 
     def stop(self) -> None:
         """Claim no more, give the handlers their time, and end."""
         self._stopping.set()
+        self._stirred.set()
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start a task that is ended with the runner at the latest."""
-        task = self.loop.create_task(coroutine)
+        task = self._loop.create_task(coroutine)
         self._side.add(task)
         task.add_done_callback(self._side.discard)
         return task
 
-    def _monitor(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self.spawn(coroutine)
-        task.add_done_callback(self._check_end)
-        return task
-
-    def _check_end(self, task: asyncio.Task[None]) -> None:
-        if task.cancelled() and self._stopping.is_set():
-            return
-        exc = asyncio.CancelledError() if task.cancelled() else task.exception()
-        if isinstance(exc, SettingsError):
-            self._misconfigured = exc
-            self.stop()
-        elif exc is not None:  # without one of its loops the runner would be alive but deaf
-            log.error("unexpected end of %s", task.get_coro(), exc_info=exc)
-            self.code = BROKEN
-            self.stop()
-
-    async def ask(self, function: db.Call[T], *arguments: Any) -> T:
-        """Make a call for a handler on a pooled connection: calls at once share a commit.
-
-        Where handlers hold them all, or left one unfit for use, the control connection decides.
-        """
-        try:
-            async with self.pool.connection(timeout=0.2) as conn:
-                with connections.bounded(conn, ANSWERS_WITHIN):
-                    return await function(conn, *arguments)
-        except (psycopg.Error, OSError):
-            return await self.control.call(function, *arguments)
-
     # Claiming.
 
-    async def _claim(self, off: Mapping[str, str]) -> None:
-        await self.pool.open()
-        await introduce(self.control, self._settings, self._handlers, off)
+    async def _claim(self) -> None:
         settings, missed = self._settings, 0
         while not self._stopping.is_set():
             self._stirred.clear()
@@ -147,19 +132,20 @@ class Worker:
                 continue
             if not self._renewer.is_alive():
                 raise RuntimeError("the renewer's thread is gone")
-            sent_at = now()
+            sent_at, due_in = now(), None
             try:
-                claimed, due_in = await self._ask_for(free)
+                asked = *self._scope, free, settings.lease, settings.worker
+                claimed = await self.control.call(db.claim, *asked)
+                if not claimed:
+                    due_in = await self.control.call(db.next_claimable_in, *self._scope)
             except Weather:
-                await asyncio.sleep(self.control.delay)
+                await self._rest(self.control.delay)
                 continue
             self._wake.sleeping(len(claimed) < free)
             if claimed:
                 self._start(claimed, sent_at)
                 missed = 0
                 continue
-            if self._stopping.is_set():
-                return
             ready = due_in is not None and due_in <= 0  # just being taken, or out of reach
             if settings.until_empty and not (ready or self._running or self._settler.waiting):
                 return self.stop()
@@ -168,17 +154,6 @@ class Worker:
             if ready or due_in is None:
                 due_in = 0.02 * 2 ** min(missed, 9) if ready else poll
             await self._rest(min(due_in + 0.002, poll * random.uniform(0.9, 1.1)))
-
-    async def _ask_for(self, free: int) -> tuple[list[tuple[UUID, Job]], float | None]:
-        """Claim so many jobs; when there are none, tell in how many seconds there may be."""
-        self._asking = True
-        try:
-            asked = *self._scope, free, self._settings.lease, self._settings.worker
-            if claimed := await self.control.call(db.claim, *asked):
-                return claimed, None
-            return [], await self.control.call(db.next_claimable_in, *self._scope)
-        finally:
-            self._asking = False
 
     def _start(self, claimed: Sequence[tuple[UUID, Job]], sent_at: float) -> None:
         begun: list[Attempt] = []
@@ -191,20 +166,18 @@ class Worker:
         make_context = partial(Context, worker=self)
         for attempt in begun:
             if self._stopping.is_set():
-                attempt.ending = Ending("release")
-                self._settler.add(attempt)
+                self._settler.add(attempt, Ending("release"))
             elif attempt.job.id in still_here:  # the handler of an earlier attempt does not end
-                attempt.ending = Ending("release", "it still runs here", after=attempt.job.lease)
-                self._settler.add(attempt)
+                later = Ending("release", "it still runs here", after=attempt.job.lease)
+                self._settler.add(attempt, later)
             else:
-                attempt.task = self.loop.create_task(attempt.run(make_context, self._threads))
+                attempt.task = self._loop.create_task(attempt.run(make_context, self._threads))
                 self._running[attempt] = None
                 attempt.task.add_done_callback(partial(self._end, attempt))
 
     def _end(self, attempt: Attempt, task: object) -> None:
         del self._running[attempt]
-        attempt.conclude()
-        self._settler.add(attempt)
+        self._settler.add(attempt, attempt.conclude())
         self._stirred.set()
 
     def _leave(self, attempt: Attempt) -> None:
@@ -214,8 +187,6 @@ class Worker:
     # Stopping.
 
     async def _drain(self, claiming: asyncio.Task[None], grace: float) -> None:
-        if not self._asking:  # what a claim under way returns is given back
-            claiming.cancel()
         if self._running:
             log.info("stopping: %d running, %g s to end", len(self._running), grace)
         await self._until(lambda: not self._alive(), grace)
@@ -226,7 +197,7 @@ class Worker:
         if any(attempt.threaded for attempt in self._alive()):
             log.info("stopping: waiting for handlers in threads")
             await self._until(lambda: not any(a.threaded for a in self._alive()), math.inf)
-        await asyncio.wait([claiming])
+        await asyncio.wait([claiming])  # what a claim under way returns is given back
         unsettled = self._settler.waiting
         await self._until(lambda: not unsettled, SETTLES_WITHIN)
         if unsettled:
@@ -241,10 +212,10 @@ class Worker:
         return [attempt for attempt in self._running if not attempt.hung]
 
     async def _until(self, done: Callable[[], bool], seconds: float) -> None:
-        ends_at = self.loop.time() + seconds
-        while not done() and self.loop.time() < ends_at:
+        ends_at = self._loop.time() + seconds
+        while not done() and self._loop.time() < ends_at:
             self._stirred.clear()
-            await self._rest(min(ends_at - self.loop.time(), 0.2))
+            await self._rest(min(ends_at - self._loop.time(), 0.2))
 
     async def _rest(self, seconds: float) -> None:
         with suppress(TimeoutError):
@@ -256,20 +227,6 @@ class Worker:
         self.control.close()
         for task in self._side:
             task.cancel()
-        closing: list[Any] = [
-            handler.aclose() for handler in self._handlers.values() if hasattr(handler, "aclose")
-        ]
-        tasks = [self.loop.create_task(coroutine) for coroutine in [*closing, self.pool.close(1)]]
-        await asyncio.wait([*self._side, *tasks], timeout=attempts.ENDS_WITHIN)
+        self.spawn(self.pool.close(1))
+        await asyncio.wait(self._side, timeout=attempts.ENDS_WITHIN)
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    # Housekeeping.
-
-    async def _maintain(self) -> None:
-        async def step() -> None:
-            async with self.pool.connection(timeout=10) as conn:
-                with connections.bounded(conn, MAINTAIN_EVERY):
-                    await db.maintain(conn)
-
-        await asyncio.sleep(random.uniform(0, 2))
-        await connections.keep_on("maintain", self.control, step, MAINTAIN_EVERY)

@@ -10,16 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from taskboard.context import Context, ThreadContext
-from taskboard.job import (
-    Effect,
-    Held,
-    Job,
-    LeaseLost,
-    Outcome,
-    Permanent,
-    Release,
-    Retry,
-)
+from taskboard.job import Effect, Held, Job, LeaseLost, Outcome, Permanent, Release, Retry
 
 __all__ = [
     "Context", "Effect", "Handler", "Held", "Job", "LeaseLost", "Outcome", "Permanent", "Release",
