@@ -17,7 +17,6 @@ log = logging.getLogger(__name__)
 
 PROBE_EVERY = 30.0  # seconds; a socket that is dead without saying so is noticed by then
 ANSWER_WITHIN = 5.0
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 15.0  # before the channel is opened again
 
 
 class Wake:
@@ -28,7 +27,7 @@ class Wake:
     """
 
     def __init__(self, dial: Dial, queues: list[str] | None, wake: Callable[[], None]) -> None:
-        self._link = Link("wake", dial, within=ANSWER_WITHIN, cap=LONGEST_PAUSE, first=FIRST_PAUSE)
+        self._link = Link("wake", dial, within=ANSWER_WITHIN, first=1, cap=15)
         self._queues, self._wake = queues, wake
         self._sleeping = self._marked = False
         self._stirred = asyncio.Event()

@@ -9,6 +9,7 @@ Recipients deferred with 4yz are the next round, in a step of its own: `send/2`,
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 from taskboard.handlers import Context, Handler, Outcome, Permanent, Retry, handler
@@ -20,12 +21,7 @@ log = logging.getLogger(__name__)
 
 def email_handler(settings: MailSettings) -> Handler:
     """Make the handler of kind `email` for one mail server."""
-
-    @handler("email")
-    async def email(ctx: Context) -> dict[str, Any]:
-        return await send_mail(ctx, settings)
-
-    return email
+    return handler("email")(partial(send_mail, settings=settings))
 
 
 async def send_mail(ctx: Context, settings: MailSettings) -> dict[str, Any]:

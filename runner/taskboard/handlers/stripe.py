@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import stripe
@@ -21,11 +22,7 @@ KEY_VALID_FOR = timedelta(hours=23)  # Stripe may forget a key from 24 hours on
 def stripe_handler(settings: StripeSettings) -> Handler:
     """Make the handler of kind `stripe`; await its attribute `aclose` to end the connections."""
     account = Account(settings)
-
-    @handler("stripe")
-    async def run(ctx: Context) -> Any:
-        return await run_operation(ctx, account)
-
+    run = handler("stripe")(partial(run_operation, account=account))
     run.aclose = account.aclose  # type: ignore[attr-defined]
     return run
 
