@@ -7,15 +7,17 @@ import inspect
 import json
 import logging
 import math
-from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from taskboard.context import Context
-from taskboard.endings import Ending, clean, judge, storable
-from taskboard.handlers import Handler, Job, Permanent
+from taskboard.handlers import Handler
+from taskboard.job import Ending, Job, Permanent, clean, judge, storable
 from taskboard.leases import Lease, News, now
+
+if TYPE_CHECKING:
+    from taskboard.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -61,19 +63,20 @@ class Attempt:
         patience = max(ENDS_WITHIN, self.lease.length if self.threaded else 0)
         return News.LOST in self.lease.told and now() - self.interrupted_at > patience
 
-    async def run(self, make_context: partial[Context], threads: Executor) -> Ending:
+    async def run(self, worker: Worker) -> Ending:
         """Run the handler; answer how it ended, unless it was cancelled."""
         try:
             headers = json.loads(str(self.job.headers or "{}"))
             job = replace(self.job, payload=json.loads(self.job.payload), headers=headers)
         except (ValueError, RecursionError) as exc:
             return judge(Permanent(f"the payload cannot be read: {clean(exc)}"))
-        context = make_context(job, self.lease)
+        context = Context(job, self.lease, worker)
         try:
             context.check()
             if self.threaded:
                 call = partial(in_thread, self.handler, context)
-                result, error = await asyncio.get_running_loop().run_in_executor(threads, call)
+                loop = asyncio.get_running_loop()
+                result, error = await loop.run_in_executor(worker.threads, call)
                 self.threaded = False
                 if error is not None:
                     return judge(error)

@@ -16,6 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import psycopg
 from psycopg import AsyncConnection, IsolationLevel
 from psycopg.conninfo import conninfo_to_dict
+from psycopg.rows import args_row
 from psycopg_pool import AsyncConnectionPool
 
 log = logging.getLogger(__name__)
@@ -53,14 +54,11 @@ Call = Callable[..., Coroutine[Any, Any, T]]  # of a connection and the argument
 
 
 class Weather(Exception):
-    """The database gave no answer: whether the call took effect is not known. Try again.
+    """The database gave no answer: whether the call took effect is not known. Try again."""
 
-    `passing`: the connection is fine, a lock or a limit was in the way.
-    """
 
-    def __init__(self, text: str, *, passing: bool = False) -> None:
-        super().__init__(text)
-        self.passing = passing
+class InTheWay(Weather):
+    """The connection is fine: a lock or a limit was in the way, and nothing has changed."""
 
 
 async def connect(url: str, name: str) -> Connection:
@@ -184,18 +182,18 @@ class Link:
             return answer
 
     def _weather(self, exc: Exception) -> Weather:
-        text = one_line(exc) or type(exc).__name__
-        passing = HARMLESS.match(getattr(exc, "sqlstate", None) or "") is not None
-        if passing and self._pause == 0:
-            log.warning("%s: in the way, trying again: %s", self._name, text)
-        self._pause = min(max(self._pause * 2, self._first), self._cap)
-        if not passing:
-            self._drop()
-            if self._lost_at is None:
-                self._lost_at = time.monotonic()
-                log.warning("%s: the database does not answer: %s", self._name, text)
-            self._open_at = time.monotonic() + self._pause * random.uniform(0.5, 1)
-        return Weather(text, passing=passing)
+        text, before = one_line(exc) or type(exc).__name__, self._pause
+        self._pause = min(max(before * 2, self._first), self._cap)
+        if HARMLESS.match(getattr(exc, "sqlstate", None) or ""):
+            if before == 0:
+                log.warning("%s: in the way, trying again: %s", self._name, text)
+            return InTheWay(text)
+        self._drop()
+        if self._lost_at is None:
+            self._lost_at = time.monotonic()
+            log.warning("%s: the database does not answer: %s", self._name, text)
+        self._open_at = time.monotonic() + self._pause * random.uniform(0.5, 1)
+        return Weather(text)
 
     def _drop(self) -> None:
         if self.conn is not None:
@@ -214,8 +212,8 @@ def every(call: str, shape: Callable[..., T]) -> Call[list[T]]:
     """Make a coroutine of a call; it answers all rows, each in a shape."""
 
     async def ask(conn: AsyncConnection[Any], *arguments: Any) -> list[T]:
-        cursor = await conn.execute(call, arguments)
-        return [shape(*row) for row in await cursor.fetchall()]
+        cursor = conn.cursor(row_factory=args_row(shape))
+        return await (await cursor.execute(call, arguments)).fetchall()
 
     return ask
 
@@ -225,7 +223,8 @@ def one(call: str, shape: Callable[..., T]) -> Call[T | None]:
     ask_all = every(call, shape)
 
     async def ask(conn: AsyncConnection[Any], *arguments: Any) -> T | None:
-        return next(iter(await ask_all(conn, *arguments)), None)
+        found = await ask_all(conn, *arguments)
+        return found[0] if found else None
 
     return ask
 

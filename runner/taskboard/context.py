@@ -14,8 +14,7 @@ import psycopg
 
 from taskboard import db
 from taskboard.connections import Call, Connection, Weather, borrow
-from taskboard.endings import storable
-from taskboard.job import Effect, Held, Job, LeaseLost
+from taskboard.job import Effect, Held, Job, LeaseLost, storable
 from taskboard.leases import Lease, News, now
 
 if TYPE_CHECKING:
@@ -123,27 +122,23 @@ class Context:
         if not self._lease.owned:
             raise LeaseLost("the lease has lapsed or is somebody else's")
 
-    async def _ask(self, function: Any, *arguments: Any, always: bool = False) -> Any:
-        """Call until there is an answer; the lease is checked each time, unless told not to."""
+    async def _ask(self, call: Call[T], *arguments: Any, always: bool = False) -> T:
+        """Call until there is an answer; the lease is checked each time, unless told not to.
+
+        On a pooled connection: calls at once share a commit. Where handlers hold them all, or left
+        one unfit for use, the control connection decides.
+        """
+        pool, control = self._worker.pool, self._worker.control
+        arguments = (*self._lease.owner, *arguments)
         while True:
             if not always:
                 self.check()
+            with suppress(psycopg.Error, OSError):
+                return await borrow(pool, call, *arguments, wait=0.2, within=control.within)
             try:
-                return await self._ask_once(function, *self._lease.owner, *arguments)
+                return await control.call(call, *arguments)
             except Weather:
-                await asyncio.sleep(self._worker.control.delay)
-
-    async def _ask_once(self, function: Call[T], *arguments: Any) -> T:
-        """Make a call on a pooled connection: calls at once share a commit.
-
-        Where handlers hold them all, or left one unfit for use, the control connection decides.
-        """
-        control = self._worker.control
-        try:
-            pool, within = self._worker.pool, control.within
-            return await borrow(pool, function, *arguments, wait=0.2, within=within)
-        except (psycopg.Error, OSError):
-            return await control.call(function, *arguments)
+                await asyncio.sleep(control.delay)
 
 
 ThreadContext = Context  # the one that a plain function is given, which needs `wait`

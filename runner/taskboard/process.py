@@ -18,21 +18,17 @@ from taskboard.settings import Settings, SettingsError
 from taskboard.worker import STUCK, Worker
 
 
-def main(
-    settings: Settings,
-    modules: Sequence[str] = (),
-    handlers: Mapping[str, Handler] | None = None,
-) -> int:
+def main(settings: Settings, modules: Sequence[str] = ()) -> int:
     """Run a worker process with the handlers that are configured; return its exit code.
 
-    `handlers` adds to them. When handlers do not end, the process is left within a second of the
-    return. Raises SettingsError.
+    When handlers do not end, the process is left within a second of the return. Raises
+    SettingsError.
     """
     log_to_stderr(settings.log_json)
     found, off = find_handlers(settings, modules)
     runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)
     try:
-        code = runner.run(run(settings, found | dict(handlers or {}), off))
+        code = runner.run(run(settings, found, off))
     except SettingsError:
         runner.close()
         raise
@@ -113,10 +109,10 @@ class JsonLines(logging.Formatter):
         return json.dumps(line)
 
 
-def log_to_stderr(as_json: bool = False, level: int = logging.INFO) -> None:
+def log_to_stderr(as_json: bool) -> None:
     """Set up logging for the process, plain or as JSON lines."""
     out = logging.StreamHandler()
     plain = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
     out.setFormatter(JsonLines() if as_json else plain)
-    logging.basicConfig(level=level, handlers=[out])
+    logging.basicConfig(level=logging.INFO, handlers=[out])
     logging.getLogger("psycopg.pool").setLevel(logging.ERROR)  # it reports each failed try

@@ -19,16 +19,7 @@ from zoneinfo import ZoneInfo
 import psycopg
 from cronsim import CronSim, CronSimError
 
-from taskboard.connections import (
-    REFUSED_PAUSE,
-    Call,
-    Link,
-    as_it_is,
-    every,
-    keep_on,
-    one,
-    one_line,
-)
+from taskboard.connections import REFUSED_PAUSE, Call, Link, as_it_is, every, keep_on, one, one_line
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,8 @@ import psycopg
 
 from taskboard import db
 from taskboard.attempts import Attempt
-from taskboard.connections import Call, Link, Weather, one_line
-from taskboard.endings import Ending, clean
-from taskboard.job import Failed
+from taskboard.connections import Call, InTheWay, Link, Weather, one_line
+from taskboard.job import Ending, Failed, clean
 from taskboard.leases import now
 
 log = logging.getLogger(__name__)
@@ -74,12 +73,10 @@ class Settler:
                 [attempt.lease.owner[1] for attempt in together],
                 [attempt.ending.result for attempt in together],
             )
-        except (Weather, psycopg.Error) as exc:
+        except (InTheWay, psycopg.Error):
             # One row that is locked, or one result that is refused, holds up no others.
             for attempt in together:
-                attempt.alone = not isinstance(exc, Weather) or exc.passing
-            if isinstance(exc, Weather):
-                raise
+                attempt.alone = True
             return
         for attempt in together:
             attempt.alone = True

@@ -20,9 +20,8 @@ from uuid import UUID
 from taskboard import attempts, db, schedules
 from taskboard.attempts import STOPPING, Attempt
 from taskboard.connections import Link, Weather, borrow, connect, handler_pool, keep_on
-from taskboard.context import Context
-from taskboard.endings import Ending
-from taskboard.handlers import Handler, Job
+from taskboard.handlers import Handler
+from taskboard.job import Ending, Job
 from taskboard.leases import Lease, Renewer, now
 from taskboard.preflight import introduce
 from taskboard.settings import Settings
@@ -57,7 +56,7 @@ class Worker:
         self._settler = Settler(self.control, self._leave)
         dial_directly = partial(connect, settings.listen_url or url, name)
         self._wake = Wake(dial_directly, self._scope[0], self._stirred.set)
-        self._threads = ThreadPoolExecutor(settings.slots, "taskboard-handler")
+        self.threads = ThreadPoolExecutor(settings.slots, "taskboard-handler")
         self._running: dict[Attempt, None] = {}
         self._side: set[asyncio.Task[Any]] = set()
         self._stopping = asyncio.Event()
@@ -163,7 +162,6 @@ class Worker:
             lease.tell = attempt.interrupt
         self._renewer.hold(attempt.lease for attempt in begun)
         still_here = {attempt.job.id for attempt in self._running}
-        make_context = partial(Context, worker=self)
         for attempt in begun:
             if self._stopping.is_set():
                 self._settler.add(attempt, Ending("release"))
@@ -171,7 +169,7 @@ class Worker:
                 later = Ending("release", "it still runs here", after=attempt.job.lease)
                 self._settler.add(attempt, later)
             else:
-                attempt.task = self._loop.create_task(attempt.run(make_context, self._threads))
+                attempt.task = self._loop.create_task(attempt.run(self))
                 self._running[attempt] = None
                 attempt.task.add_done_callback(partial(self._end, attempt))
 
@@ -229,4 +227,4 @@ class Worker:
             task.cancel()
         self.spawn(self.pool.close(1))
         await asyncio.wait(self._side, timeout=attempts.ENDS_WITHIN)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.threads.shutdown(wait=False, cancel_futures=True)
