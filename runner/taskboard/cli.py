@@ -222,7 +222,7 @@ def run(arguments: argparse.Namespace) -> int:
 def enqueue(arguments: argparse.Namespace) -> int:
     import json
 
-    from taskboard.console.verb import connection, fetch, statement
+    from taskboard.console.verb import connection, statement
     from taskboard.settings import Settings
 
     def check(document: str) -> None:
@@ -248,9 +248,8 @@ def enqueue(arguments: argparse.Namespace) -> int:
     options = {name: value for name, value in options.items() if value is not None}
 
     given = {"kind": arguments.kind, "payload": payload} | options
-    text = statement("select * from taskboard.enqueue({call})", given)
     if arguments.show_sql:
-        print(f"{text};")
+        print(f"{statement('select * from taskboard.enqueue({call})', given)};")
         return OK
     if lines:
         from taskboard.console.lines import enqueue_lines
@@ -259,8 +258,10 @@ def enqueue(arguments: argparse.Namespace) -> int:
             url = settings.database_url
             return enqueue_lines(url, arguments.kind, options, check, arguments.json)
 
+    # As parameters: the server logs the text of a statement that fails.
+    named = ", ".join(f"{name} => %({name})s" for name in given)
     with connection("taskboard enqueue") as conn:
-        [row] = fetch(conn, text)
+        [row] = conn.execute(f"select * from taskboard.enqueue({named})".encode(), given)
     job_id, created = row["job_id"], row["created"]
     if arguments.json:
         print(json.dumps({"job_id": str(job_id), "created": created}))

@@ -253,13 +253,15 @@ async def keep_on(
             await step()
         except Weather:
             pause = max(every, link.delay)
-        except psycopg.Error as exc:
+        except (psycopg.Error, OSError) as exc:
             pause = REFUSED_PAUSE
-            if refused != (refused := one_line(exc.diag.message_primary or exc)):
+            if refused != (refused := one_line(exc)):
                 log.warning("%s: %s", name, refused)
         await asyncio.sleep(pause * random.uniform(0.9, 1.1))
 
 
-def one_line(text: object) -> str:
-    """Put a text on one line, for the log."""
-    return " ".join(str(text).split())[:300]
+def one_line(said: object) -> str:
+    """Put a text, or what an error says, on one line, for the log."""
+    if isinstance(said, psycopg.Error):
+        said = said.diag.message_primary or said
+    return " ".join(str(said).split())[:300]

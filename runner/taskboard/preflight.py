@@ -93,8 +93,7 @@ async def introduce(
             await asyncio.sleep(link.delay)
         except psycopg.Error as exc:
             hint = HINTS.get(exc.sqlstate or "", "see the server's log")
-            text = one_line(exc.diag.message_primary or exc)
-            raise SettingsError(f"cannot use the database: {text}", hint) from None
+            raise SettingsError(f"cannot use the database: {one_line(exc)}", hint) from None
     own = version()
     if installed.split(".")[:2] != own.split(".")[:2]:
         raise SettingsError(

@@ -150,7 +150,7 @@ async def advance(link: Link, complaints: Complaints | None = None) -> int:
                     break  # another runner was here; it goes on from there
                 enqueued += step.enqueue
         except (RuleError, psycopg.Error) as exc:
-            text, refused = _text(exc), isinstance(exc, psycopg.Error)
+            text, refused = one_line(exc), isinstance(exc, psycopg.Error)
             # A rule is read again each time, for it may have been corrected; that asks nobody.
             complaints[due.name] = text, time.monotonic() + REFUSED_PAUSE if refused else 0.0
             if text != known:
@@ -164,8 +164,3 @@ async def run(link: Link) -> None:
     """Advance the schedules for ever, about once a second."""
     complaints: Complaints = {}
     await keep_on("no schedules from this runner", link, lambda: advance(link, complaints), EVERY)
-
-
-def _text(exc: RuleError | psycopg.Error) -> str:
-    primary = exc.diag.message_primary if isinstance(exc, psycopg.Error) else None
-    return one_line(primary or exc)

@@ -107,8 +107,7 @@ class Settler:
             what = status if ours or status == "held" else f"lease lost ({status})"
         elif isinstance(answer, Failed):
             again = answer.again_in
-            what = "failed" if again is None else f"failed, again in {max(again, 0):.0f} s,"
-            what = "cancelled" if answer.state == "cancelled" else what
+            what = answer.state if again is None else f"failed, again in {max(again, 0):.0f} s,"
         self.failed |= ours and ending.verb == "fail" and what != "cancelled"
         fine = answer and ending.verb != "fail"
         self._close(attempt, what, logging.INFO if fine else logging.WARNING)
