@@ -51,7 +51,7 @@ class Attempt:
     task: asyncio.Task[Ending] | None = None
     why: str = ""  # what interrupted the handler
     interrupted_at: float = math.inf
-    ending: Ending = field(default_factory=Ending)
+    ending: Ending = Ending()  # noqa: RUF009
     alone: bool = False  # to be settled by itself, not in a batch
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class Attempt:
     async def run(self, worker: Worker) -> Ending:
         """Run the handler; answer how it ended, unless it was cancelled."""
         try:
-            headers = json.loads(str(self.job.headers or "{}"))
+            headers = json.loads(str(self.job.headers)) if self.job.headers else {}
             job = replace(self.job, payload=json.loads(self.job.payload), headers=headers)
         except (ValueError, RecursionError) as exc:
             return judge(Permanent(f"the payload cannot be read: {clean(exc)}"))

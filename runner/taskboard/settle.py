@@ -78,9 +78,10 @@ class Settler:
             for attempt in together:
                 attempt.alone = True
             return
+        ids = set(recorded)
         for attempt in together:
             attempt.alone = True
-            if attempt.job.id in recorded:
+            if attempt.job.id in ids:
                 self._close(attempt, "completed")
 
     async def _settle(self, attempt: Attempt) -> None:
