@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 # Used where neither the URL nor the environment says otherwise.
 DEFAULTS: dict[str, tuple[str | int, str]] = {
     "connect_timeout": (10, "PGCONNECT_TIMEOUT"),
+    # In any other encoding one document that it lacks a character for loses a whole claim.
+    "client_encoding": ("UTF8", ""),
     "target_session_attrs": ("read-write", "PGTARGETSESSIONATTRS"),
     "keepalives_idle": (30, ""),
     "keepalives_interval": (10, ""),

@@ -24,12 +24,12 @@ from taskboard.connections import Dial, Link, Weather
 
 log = logging.getLogger(__name__)
 
-BOOTTIME = getattr(time, "CLOCK_BOOTTIME", None)
+CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def now() -> float:
     """Seconds on a clock that runs on while the machine sleeps, where there is one."""
-    return time.monotonic() if BOOTTIME is None else time.clock_gettime(BOOTTIME)
+    return time.clock_gettime(CLOCK)
 
 
 class News(StrEnum):
@@ -81,7 +81,6 @@ class Renewer(threading.Thread):
         self._dial, self._loop = dial, loop
         self._held: dict[UUID, Lease] = {}
         self._guard = threading.Lock()
-        self._next_look = 0.0
         self._poke: Callable[[], object] = lambda: None
         self._stopped = False
 
@@ -94,7 +93,7 @@ class Renewer(threading.Thread):
                 if (old := self._held.get(lease.owner[0])) is not None:
                     self._tell(old, News.LOST)  # we took the job from ourselves
                 self._held[lease.owner[0]] = lease
-                if lease.renew_at < self._next_look:
+                if min(lease.renew_at, lease.stop_at) < now() + 1:  # else it is looked at in time
                     self._poke()
 
     def forget(self, lease: Lease) -> None:
@@ -138,7 +137,6 @@ class Renewer(threading.Thread):
                 # A second at most: the loop's timer stands still while the machine sleeps.
                 first = (min(o.renew_at, o.deadline, o.stop_at) for o in held)
                 nap = min(1.0, max(min(first, default=1e9) - now(), 0.005))
-                self._next_look = now() + nap
                 with suppress(TimeoutError):
                     async with asyncio.timeout(nap):
                         await poked.wait()

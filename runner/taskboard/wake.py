@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 PROBE_EVERY = 30.0  # seconds; a socket that is dead without saying so is noticed by then
 ANSWER_WITHIN = 5.0
+AT_MOST_EVERY = 0.02  # seconds between wake-ups: anybody may notify, as often as they like
 
 
 class Wake:
@@ -85,9 +86,11 @@ class Wake:
                 pass
             finally:
                 loop.remove_reader(conn.fileno())
-            await self._link.call(self._take)
+            if await self._link.call(self._take):
+                self._wake()
+                await asyncio.sleep(AT_MOST_EVERY)
 
-    async def _take(self, conn: Connection) -> None:
+    async def _take(self, conn: Connection) -> bool:
+        """Take what has arrived; answer whether there was a notification."""
         conn.pgconn.consume_input()
-        while conn.pgconn.notifies():
-            self._wake()
+        return bool(list(iter(conn.pgconn.notifies, None)))
