@@ -46,16 +46,13 @@ class Attempt:
     job: Job
     handler: Handler
     lease: Lease
-    threaded: bool = False  # the handler works in a thread just now
+    threaded: bool  # the handler works in a thread, until it has ended there
     started_at: float = field(default_factory=now)
     task: asyncio.Task[Ending] | None = None
     why: str = ""  # what interrupted the handler
     interrupted_at: float = math.inf
     ending: Ending = Ending()  # noqa: RUF009
     alone: bool = False  # to be settled by itself, not in a batch
-
-    def __post_init__(self) -> None:
-        self.threaded = not is_async(self.handler)
 
     @property
     def hung(self) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from uuid import UUID
 
 from taskboard import attempts, db, schedules
-from taskboard.attempts import STOPPING, Attempt
+from taskboard.attempts import STOPPING, Attempt, is_async
 from taskboard.connections import Link, Weather, borrow, connect, handler_pool, keep_on
 from taskboard.handlers import Handler
 from taskboard.job import Ending, Job
@@ -44,6 +44,7 @@ class Worker:
 
     def __init__(self, settings: Settings, handlers: Mapping[str, Handler]) -> None:
         self._settings, self._handlers = settings, handlers
+        self._plain = {kind for kind, handler in handlers.items() if not is_async(handler)}
         self._scope = list(settings.queues) or None, sorted(handlers)
         self._loop = asyncio.get_running_loop()
         self._stirred = asyncio.Event()  # there may be something to claim, or to wait no more for
@@ -158,7 +159,8 @@ class Worker:
         begun: list[Attempt] = []
         for token, job in claimed:
             lease = Lease((job.id, token), job.lease, job.timeout, sent_at)
-            begun.append(attempt := Attempt(job, self._handlers[job.kind], lease))
+            handler, threaded = self._handlers[job.kind], job.kind in self._plain
+            begun.append(attempt := Attempt(job, handler, lease, threaded))
             lease.tell = attempt.interrupt
         self._renewer.hold(attempt.lease for attempt in begun)
         still_here = {attempt.job.id for attempt in self._running}
