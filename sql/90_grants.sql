@@ -30,6 +30,7 @@ declare
     begin_effect         worker
     end_effect           worker
     next_claimable_at    worker
+    count_ready          worker
     listen               worker
     unlisten             worker
     maintain             worker operator

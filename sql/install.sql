@@ -53,6 +53,7 @@ $$;
 \ir 47_wait_for.sql
 \ir 50_maintain.sql
 \ir 60_views.sql
+\ir 61_count_ready.sql
 \ir 90_grants.sql
 \ir 99_checks.sql
 commit;

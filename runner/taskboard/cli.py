@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except _expected() as exc:
-        return _explain(exc)
+        return explain(exc)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -214,7 +214,7 @@ def bring_up_to_date(url: str, wait: float = 60.0) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from taskboard import worker
+    from taskboard import process
     from taskboard.settings import Settings
 
     options: dict[str, Any] = {
@@ -230,14 +230,13 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.dev:
             options |= stack.enter_context(dev_servers())
         settings = stack.enter_context(database(Settings.load(**options)))
-        return worker.main(settings, arguments.modules)
+        return process.main(settings, arguments.modules)
 
 
 def enqueue(arguments: argparse.Namespace) -> int:
-    import asyncio
     import json
 
-    from taskboard import db
+    from taskboard.console.verb import connection, statement
     from taskboard.settings import Settings
 
     def check(document: str) -> None:
@@ -262,10 +261,8 @@ def enqueue(arguments: argparse.Namespace) -> int:
         options[name] = None if given is None else f"{given.total_seconds()} seconds"
     options = {name: value for name, value in options.items() if value is not None}
 
+    given = {"kind": arguments.kind, "payload": payload} | options
     if arguments.show_sql:
-        from taskboard.console.verb import statement
-
-        given = {"kind": arguments.kind, "payload": payload} | options
         print(f"{statement('select * from taskboard.enqueue({call})', given)};")
         return OK
     if lines:
@@ -275,12 +272,11 @@ def enqueue(arguments: argparse.Namespace) -> int:
             url = settings.database_url
             return enqueue_lines(url, arguments.kind, options, check, arguments.json)
 
-    async def add(url: str) -> tuple[Any, bool]:
-        async with await db.connect(url, "taskboard enqueue") as conn:
-            return await db.enqueue(conn, arguments.kind, payload, **options)
-
-    with database(Settings.load()) as settings:
-        job_id, created = asyncio.run(add(settings.database_url))
+    # As parameters: the server logs the text of a statement that fails.
+    named = ", ".join(f"{name} => %({name})s" for name in given)
+    with connection("taskboard enqueue") as conn:
+        [row] = conn.execute(f"select * from taskboard.enqueue({named})".encode(), given)
+    job_id, created = row["job_id"], row["created"]
     if arguments.json:
         print(json.dumps({"job_id": str(job_id), "created": created}))
     else:
@@ -400,7 +396,7 @@ def _expected() -> tuple[type[Exception], ...]:
     return UsageError, SettingsError, LocalError, MigrateError, Error
 
 
-def _explain(exc: Exception) -> int:
+def explain(exc: Exception) -> int:
     """Say on stderr what went wrong and what helps; return the exit code."""
     from psycopg import Error
 

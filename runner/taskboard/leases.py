@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from enum import StrEnum
@@ -20,16 +20,16 @@ from uuid import UUID
 import psycopg
 
 from taskboard import db
+from taskboard.connections import Dial, Link, Weather
 
 log = logging.getLogger(__name__)
 
-
-BOOTTIME = getattr(time, "CLOCK_BOOTTIME", None)
+CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def now() -> float:
     """Seconds on a clock that runs on while the machine sleeps, where there is one."""
-    return time.monotonic() if BOOTTIME is None else time.clock_gettime(BOOTTIME)
+    return time.clock_gettime(CLOCK)
 
 
 class News(StrEnum):
@@ -50,7 +50,7 @@ class Lease:
     __slots__ = "deadline length owner renew_at stop_at tell told".split()  # noqa: SIM905
 
     def __init__(
-        self, owner: db.Owner, lease: timedelta, timeout: timedelta, sent_at: float
+        self, owner: tuple[UUID, UUID], lease: timedelta, timeout: timedelta, sent_at: float
     ) -> None:
         self.owner, self.length = owner, lease.total_seconds()
         self.stop_at = sent_at + timeout.total_seconds()
@@ -76,14 +76,11 @@ class Renewer(threading.Thread):
     one opened, early enough for a second try.
     """
 
-    def __init__(
-        self, dial: Callable[[], Awaitable[db.Connection]], loop: asyncio.AbstractEventLoop
-    ) -> None:
+    def __init__(self, dial: Dial, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(name="taskboard-renewer", daemon=True)
         self._dial, self._loop = dial, loop
         self._held: dict[UUID, Lease] = {}
         self._guard = threading.Lock()
-        self._next_look = 0.0
         self._poke: Callable[[], object] = lambda: None
         self._stopped = False
 
@@ -96,7 +93,7 @@ class Renewer(threading.Thread):
                 if (old := self._held.get(lease.owner[0])) is not None:
                     self._tell(old, News.LOST)  # we took the job from ourselves
                 self._held[lease.owner[0]] = lease
-                if lease.renew_at < self._next_look:
+                if min(lease.renew_at, lease.stop_at) < now() + 1:  # else it is looked at in time
                     self._poke()
 
     def forget(self, lease: Lease) -> None:
@@ -128,8 +125,7 @@ class Renewer(threading.Thread):
                 loop.call_soon_threadsafe(poked.set)
 
         self._poke = poke
-        link = db.Link("renewer", self._dial, within=10, cap=1)
-        nap: float | None = 1.0
+        link = Link("renewer", self._dial, within=10, cap=1)
         try:
             while not self._stopped:
                 poked.clear()
@@ -139,12 +135,8 @@ class Renewer(threading.Thread):
                     await self._renew(link, due[:1000])
                     continue
                 # A second at most: the loop's timer stands still while the machine sleeps.
-                # With nothing held, one more such nap, and then until there is something.
-                nap = 1.0 if held or nap != 1.0 else None
-                for lease in held:
-                    first = min(lease.renew_at, lease.deadline, lease.stop_at)
-                    nap = min(nap or 1.0, max(first - now(), 0.005))
-                self._next_look = now() + (nap or 1e9)
+                first = (min(o.renew_at, o.deadline, o.stop_at) for o in held)
+                nap = min(1.0, max(min(first, default=1e9) - now(), 0.005))
                 with suppress(TimeoutError):
                     async with asyncio.timeout(nap):
                         await poked.wait()
@@ -162,31 +154,31 @@ class Renewer(threading.Thread):
                 self._tell(lease, News.TIMED_OUT)
         return [lease for lease in held if lease.told <= {News.CANCEL}]
 
-    async def _renew(self, link: db.Link, due: list[Lease]) -> None:
+    async def _renew(self, link: Link, due: list[Lease]) -> None:
         sent_at = now()
         left = min(lease.deadline for lease in due) - sent_at
         # Dialling and asking may take this long each, and never past the first deadline.
         link.within = max(min(10.0, min(lease.length for lease in due) / 4, left / 2), 0.05)
-        owners = [lease.owner for lease in due]
+        job_ids, tokens = (list(each) for each in zip(*(o.owner for o in due), strict=True))
         try:
-            answers = await link.call(db.renew_many, [o[0] for o in owners], [o[1] for o in owners])
-        except (db.Weather, psycopg.Error) as exc:
-            if not isinstance(exc, db.Weather):
+            answers = {one.job_id: one for one in await link.call(db.renew_many, job_ids, tokens)}
+        except (Weather, psycopg.Error) as exc:
+            if not isinstance(exc, Weather):
                 log.error("renewer: %s", exc)
             for lease in due:
                 lease.renew_at = now() + min(link.delay, lease.length / 12)
             return
         for lease in due:
-            outcome, cancel_requested = answers.get(lease.owner[0], ("lost", False))
-            if outcome == "renewed":
+            answer = answers.get(lease.owner[0])
+            if answer is None:
+                self._tell(lease, News.TIMED_OUT if now() >= lease.stop_at else News.LOST)
+            elif answer.outcome == "renewed":
                 lease.grant(sent_at)
-            elif outcome == "busy":
+            else:
                 # Somebody has locked the row: while that lasts, nobody can take the job over.
                 lease.renew_at = now() + min(lease.length / 12, 1.0)
                 lease.deadline = max(lease.deadline, sent_at + lease.length / 3)
-            else:
-                self._tell(lease, News.TIMED_OUT if now() >= lease.stop_at else News.LOST)
-            if cancel_requested:
+            if answer and answer.cancel_requested:
                 self._tell(lease, News.CANCEL)
 
     def _tell(self, lease: Lease, news: News) -> None:

@@ -21,7 +21,7 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
 import taskboard
-from taskboard import db
+from taskboard.connections import connect_arguments
 
 LOCK = (1952539508, 0)  # sql/install.sql takes the same
 # Running workers never queue longer than this behind a change that waits for a lock, and have as
@@ -77,7 +77,7 @@ def migrate(url: str, *, wait: float = 60.0) -> Report:
     migrations = {path.stem: path for path in sorted(taskboard.MIGRATIONS.glob("[0-9]*.sql"))}
     functions = sorted(taskboard.SQL.glob("[0-9]*.sql"))
     try:
-        with psycopg.connect(url, **db.connect_arguments(url, "taskboard migrate")) as conn:
+        with psycopg.connect(url, **connect_arguments(url, "taskboard migrate")) as conn:
             conn.add_notice_handler(lambda notice: report.notices.append(_text(notice)))
             _lock(conn, wait)
             _check_schema(conn)
@@ -93,7 +93,7 @@ def migrate(url: str, *, wait: float = 60.0) -> Report:
                 _patiently(conn, lambda: _make_tables(url, applied), deadline)
                 report.applied += pending
             report.notices += _compare(conn, migrations)
-            if pending or applied.get("functions") != _checksum(functions) or not _is_granted(conn):
+            if pending or applied.get("functions") != checksum(functions) or not _is_granted(conn):
                 _patiently(conn, lambda: _load(conn, functions, migrations), deadline)
                 report.applied.append("functions")
             report.version = _installed(conn)[1]
@@ -170,7 +170,7 @@ def _make_tables(url: str, applied: dict[str, str | None]) -> None:
         getpass.getuser()
     except (KeyError, OSError):  # a container's user may have no name, and yoyo insists on one
         os.environ["LOGNAME"] = "taskboard"
-    parameters = db.connect_arguments(url, "taskboard migrate") | conninfo_to_dict(url)
+    parameters = connect_arguments(url, "taskboard migrate") | conninfo_to_dict(url)
     given = parameters.get("options", os.environ.get("PGOPTIONS", ""))
     options = f"{given} -c lock_timeout={LOCK_TIMEOUT} -c statement_timeout=0"
     parameters |= {"schema": "taskboard", "options": options.strip()}
@@ -191,7 +191,7 @@ def _compare(conn: Connection, migrations: dict[str, Path]) -> list[str]:
     return [
         f"{path.name} is not what was applied here: changes to an applied migration have no effect"
         for name, path in migrations.items()
-        if noted[name] not in (None, _checksum([path]))
+        if noted[name] not in (None, checksum([path]))
     ]
 
 
@@ -218,7 +218,7 @@ def _load(conn: Connection, functions: list[Path], migrations: dict[str, Path]) 
             conn.execute(
                 "update taskboard.migrations set checksum = %s"
                 " where name = %s and checksum is null",
-                [_checksum(files), name],
+                [checksum(files), name],
             )
 
 
@@ -243,7 +243,7 @@ def _blame(conn: Connection) -> str:
     return f"A transaction is in the way{who}; end it or try again, for the step was undone:"
 
 
-def _checksum(files: list[Path]) -> str:
+def checksum(files: list[Path]) -> str:
     digest = hashlib.sha256()
     for path in files:
         digest.update(b"%s\0%s\0" % (path.name.encode(), path.read_bytes()))

@@ -7,9 +7,7 @@ leader, and nobody holds a lock.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,12 +19,11 @@ from zoneinfo import ZoneInfo
 import psycopg
 from cronsim import CronSim, CronSimError
 
-from taskboard import db
+from taskboard.connections import REFUSED_PAUSE, Call, Link, as_it_is, every, keep_on, one, one_line
 
 log = logging.getLogger(__name__)
 
 EVERY = 1.0  # seconds from one look to the next
-REFUSED_PAUSE = 60.0  # seconds, until the database is asked again for what it has refused
 MISSED_AFTER = timedelta(seconds=60)  # an occurrence found later than that was missed
 MADE_UP_FOR = 100  # most occurrences that the policy `all` makes up for
 
@@ -123,26 +120,20 @@ def plan(due: Due) -> list[Step]:
     return steps
 
 
-async def due_schedules(conn: db.Connection) -> list[Due]:
-    columns = "name, cron, time_zone, misfire, due_at, now"
-    return [Due(*row) for row in await db.call(conn, columns, "due_schedules")]
+due_schedules = every(
+    "select name, cron, time_zone, misfire, due_at, now from taskboard.due_schedules()", Due
+)
+# Answers the job that was enqueued; None when there is none, or somebody was quicker.
+advance_schedule: Call[UUID | None] = one(
+    "select taskboard.advance_schedule(%s, %s, %s, %s, %s, %s)", as_it_is
+)
 
 
-async def advance_schedule(conn: db.Connection, due: Due, step: Step) -> UUID | None:
-    """Take one step; answer the job that it enqueued, None when somebody was quicker."""
-    rows = await db.call(
-        conn, "*", "advance_schedule", name=due.name, due_at=step.due_at, next_at=step.next_at,
-        enqueue=step.enqueue, cron=due.cron, time_zone=due.time_zone,
-    )  # fmt: skip
-    job_id: UUID | None = rows[0][0]
-    return job_id
-
-
-async def advance(link: db.Link, complaints: Complaints | None = None) -> int:
+async def advance(link: Link, complaints: Complaints | None = None) -> int:
     """Enqueue what is due by now; return how many jobs this runner enqueued.
 
     A schedule that cannot be read, or whose job is refused, holds up no other: it is left as it is
-    and logged, once as long as the caller keeps `complaints`. Raises db.Weather, and psycopg.Error
+    and logged, once as long as the caller keeps `complaints`. Raises Weather, and psycopg.Error
     when this login may not look.
     """
     complaints = {} if complaints is None else complaints
@@ -153,12 +144,15 @@ async def advance(link: db.Link, complaints: Complaints | None = None) -> int:
             continue
         try:
             for step in plan(due):
-                job_id = await link.call(advance_schedule, due, step)
+                dates = due.name, step.due_at, step.next_at
+                job_id = await link.call(
+                    advance_schedule, *dates, step.enqueue, due.cron, due.time_zone
+                )
                 if step.enqueue and job_id is None:
                     break  # another runner was here; it goes on from there
                 enqueued += step.enqueue
         except (RuleError, psycopg.Error) as exc:
-            text, refused = _text(exc), isinstance(exc, psycopg.Error)
+            text, refused = one_line(exc), isinstance(exc, psycopg.Error)
             # A rule is read again each time, for it may have been corrected; that asks nobody.
             complaints[due.name] = text, time.monotonic() + REFUSED_PAUSE if refused else 0.0
             if text != known:
@@ -168,23 +162,7 @@ async def advance(link: db.Link, complaints: Complaints | None = None) -> int:
     return enqueued
 
 
-async def run(link: db.Link) -> None:
+async def run(link: Link) -> None:
     """Advance the schedules for ever, about once a second."""
     complaints: Complaints = {}
-    refused = ""
-    while True:
-        pause = EVERY
-        try:
-            await advance(link, complaints)
-        except db.Weather:
-            pause = max(EVERY, link.delay)
-        except psycopg.Error as exc:
-            pause = REFUSED_PAUSE
-            if refused != (refused := _text(exc)):
-                log.warning("no schedules from this runner: %s", refused)
-        await asyncio.sleep(pause * random.uniform(0.9, 1.1))
-
-
-def _text(exc: RuleError | psycopg.Error) -> str:
-    primary = exc.diag.message_primary if isinstance(exc, psycopg.Error) else None
-    return db.one_line(primary or exc)
+    await keep_on("no schedules from this runner", link, lambda: advance(link, complaints), EVERY)

@@ -88,13 +88,14 @@ class Settings:
                 f"concurrency {self.concurrency} does not fit a pool of {self.pool}",
                 f"give 1 to {self.pool - 2} (pool - 2), or a larger --pool",
             )
-        for name, least, most in (("poll", 0.05, 60.0), ("grace", 0.0, 86400.0)):
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                raise SettingsError(
-                    f"{name} {value:g} is out of bounds", f"give {least:g} to {most:g} seconds"
-                )
-        if self.lease is not None and not 0.1 <= self.lease.total_seconds() <= 86400:
-            raise SettingsError("the lease is out of bounds", "give 0.1 seconds to 24 hours")
+        _check_span("poll", self.poll, 0.05, 60)
+        _check_span("grace", self.grace, 0, 86400)
+        _check_span("lease", None if self.lease is None else self.lease.total_seconds(), 0.1, 86400)
         if not all(self.queues + self.kinds) or not 1 <= len(self.worker) <= 200:
             raise SettingsError("a queue, kind or worker has no name", "give 1 to 200 characters")
+
+
+def _check_span(name: str, value: float | None, least: float, most: float) -> None:
+    if value is not None and not least <= value <= most:
+        hint = f"give {least:g} to {most:g} seconds"
+        raise SettingsError(f"{name} {value:g} is out of bounds", hint)

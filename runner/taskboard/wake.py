@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-from collections.abc import Awaitable, Callable
-
-import psycopg
+from collections.abc import Callable
 
 from taskboard import db
+from taskboard.connections import Connection, Dial, Link, keep_on
 
 log = logging.getLogger(__name__)
 
@@ -29,22 +27,16 @@ class Wake:
     busy: `sleeping` says which.
     """
 
-    def __init__(
-        self,
-        dial: Callable[[], Awaitable[db.Connection]],
-        queues: list[str] | None,
-        wake: Callable[[], None],
-    ) -> None:
-        self._dial, self._queues, self._wake = dial, queues, wake
+    def __init__(self, dial: Dial, queues: list[str] | None, wake: Callable[[], None]) -> None:
+        self._link = Link("wake", dial, within=ANSWER_WITHIN, first=1, cap=15)
+        self._queues, self._wake = queues, wake
         self._sleeping = self._marked = False
         self._stirred = asyncio.Event()
-        self._up: bool | None = None
-        self._pause = 1.0
 
     @property
     def works(self) -> bool:
         """Whether somebody who makes a job claimable would tell."""
-        return self._marked
+        return self._marked and self._link.conn is not None
 
     def sleeping(self, asleep: bool) -> None:
         """Say whether the runner waits for jobs."""
@@ -53,54 +45,39 @@ class Wake:
             self._stirred.set()
 
     async def run(self) -> None:
-        """Listen for ever, connecting at most once a second. Returns only behind a pooler."""
-        while True:
-            try:
-                async with asyncio.timeout(ANSWER_WITHIN):
-                    conn = await self._dial()
-                try:
-                    with db.bounded(conn, ANSWER_WITHIN):
-                        pooled = await db.is_pooled(conn)
-                    if pooled:
-                        log.warning(
-                            "wake: polling only: behind a pooler notifications do not arrive;"
-                            " set TASKBOARD_LISTEN_URL to a direct connection"
-                        )
-                        return
-                    await self._serve(conn)
-                finally:
-                    self._marked = False
-                    conn.pgconn.finish()
-            except (psycopg.Error, OSError) as exc:
-                text = db.one_line(exc) or "no answer"
-                self._report(False, f"polling only until the channel is back: {text}")
-            await asyncio.sleep(self._pause * random.uniform(1, 1.5))
-            self._pause = min(self._pause * 2, 15)
+        """Listen for ever; behind a pooler, where nothing is heard, do nothing for ever."""
+        try:
+            await keep_on("wake: polling only", self._link, self._serve, 0)
+        finally:
+            self._link.close()
 
-    def _report(self, up: bool, text: str) -> None:
-        if up != self._up:
-            self._up = up
-            log.log(logging.INFO if up else logging.WARNING, "wake: %s", text)
-
-    async def _serve(self, conn: db.Connection) -> None:
+    async def _serve(self) -> None:
         """Take and give up the mark as the runner falls asleep and wakes; raises when lost."""
-        loop = asyncio.get_running_loop()
+        self._marked = False
+        if await self._link.call(db.is_pooled):
+            log.warning(
+                "wake: polling only: behind a pooler notifications do not arrive;"
+                " set TASKBOARD_LISTEN_URL to a direct connection"
+            )
+            self._link.close()
+            await asyncio.Event().wait()
+        loop, conn, look_at = asyncio.get_running_loop(), self._link.conn, 0.0
+        assert conn is not None
         conn.add_notify_handler(lambda notify: self._wake())
-        look_at = woken_at = 0.0
+        log.info("wake: listening")
+        held = False  # a mark that is not yet to be relied on costs others as much
         while True:
             self._stirred.clear()
-            with db.bounded(conn, ANSWER_WITHIN):
-                if self._sleeping and loop.time() >= look_at:
-                    # Also the probe of a connection that has been silent for long.
-                    self._marked = await db.listen(conn, self._queues)
-                    look_at = loop.time() + (PROBE_EVERY if self._marked else 0.05)
-                    self._pause = 1.0
-                    self._report(True, "listening")
-                    if self._marked:
-                        self._wake()
-                elif self._marked and not self._sleeping:
-                    await db.unlisten(conn)
-                    self._marked, look_at = False, 0.0
+            if self._sleeping and loop.time() >= look_at:
+                # Also the probe of a connection that has been silent for long.
+                held = True
+                self._marked = bool(await self._link.call(db.listen, self._queues))
+                look_at = loop.time() + (PROBE_EVERY if self._marked else 0.05)
+                if self._marked:
+                    self._wake()
+            elif held and not self._sleeping:
+                await self._link.call(db.unlisten)
+                held, self._marked, look_at = False, False, 0.0
             # Not psycopg's notifies(): leaving that loses what it has fetched, and a call waits
             # for it.
             loop.add_reader(conn.fileno(), self._stirred.set)
@@ -111,11 +88,11 @@ class Wake:
                 pass
             finally:
                 loop.remove_reader(conn.fileno())
-            conn.pgconn.consume_input()
-            heard = False
-            while conn.pgconn.notifies():
-                heard = True
-            if heard:
-                await asyncio.sleep(max(woken_at + AT_MOST_EVERY - loop.time(), 0))
-                woken_at = loop.time()
+            if await self._link.call(self._take):
                 self._wake()
+                await asyncio.sleep(AT_MOST_EVERY)
+
+    async def _take(self, conn: Connection) -> bool:
+        """Take what has arrived; answer whether there was a notification."""
+        conn.pgconn.consume_input()
+        return bool(list(iter(conn.pgconn.notifies, None)))

@@ -168,8 +168,9 @@ def test_own_operators_and_functions_are_never_called_by_ours(attacker: Connecti
     for verb in ("renew", "begin_effect", "end_effect", "require_lease", "complete"):
         assert len(rows(attacker, f"select * from taskboard.{verb}(%s, %s)", (job_id, token))) == 1
     for call in (
-        "claim()", "next_claimable_at()", "maintain()", "listen()", "unlisten()", "version()",
-        f"job('{job_id}')", f"cancel('{job_id}')", f"lease_status('{job_id}', '{token}')",
+        "claim()", "next_claimable_at()", "count_ready()", "maintain()", "listen()", "unlisten()",
+        "version()", f"job('{job_id}')", f"cancel('{job_id}')",
+        f"lease_status('{job_id}', '{token}')",
     ):  # fmt: skip
         rows(attacker, f"select * from taskboard.{call}")
     assert rows(attacker, "select * from evil.calls") == []

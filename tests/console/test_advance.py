@@ -16,8 +16,7 @@ import psycopg
 import pytest
 
 from support import Connection, rows, wait_for
-from taskboard import db as runner_db
-from taskboard import schedules
+from taskboard import connections, schedules
 from taskboard.schedules import Due, RuleError, first_after, occurrences, passed, plan
 
 MINUTE = timedelta(minutes=1)
@@ -139,8 +138,8 @@ def test_what_cannot_be_read_is_refused_with_the_reason(cron: str, zone: str, wh
 
 
 @pytest.fixture
-def link(dsn: str) -> Callable[[], runner_db.Link]:
-    return lambda: runner_db.Link("t", partial(runner_db.connect, dsn, "t"), within=10, cap=1)
+def link(dsn: str) -> Callable[[], connections.Link]:
+    return lambda: connections.Link("t", partial(connections.connect, dsn, "t"), within=10, cap=1)
 
 
 def occurrences_of(db: Connection, name: str) -> list[datetime]:
@@ -154,7 +153,7 @@ def occurrences_of(db: Connection, name: str) -> list[datetime]:
 
 @pytest.mark.parametrize(("misfire", "jobs"), [("skip", 0), ("one", 1), ("all", 25)])
 def test_after_a_day_without_runners_they_do_as_the_schedule_says(
-    misfire: str, jobs: int, db: Connection, link: Callable[[], runner_db.Link]
+    misfire: str, jobs: int, db: Connection, link: Callable[[], connections.Link]
 ) -> None:
     db.execute("select taskboard.schedule('s', '0 * * * *', 'k', misfire => %s)", [misfire])
     past = "date_trunc('hour', clock_timestamp(), 'UTC') - interval '24 hours'"
@@ -181,7 +180,7 @@ def test_after_a_day_without_runners_they_do_as_the_schedule_says(
 
 
 def test_a_schedule_that_cannot_be_read_is_logged_once_and_holds_up_no_other(
-    db: Connection, link: Callable[[], runner_db.Link], caplog: pytest.LogCaptureFixture
+    db: Connection, link: Callable[[], connections.Link], caplog: pytest.LogCaptureFixture
 ) -> None:
     for name, cron in (("a bad", "at noon"), ("b good", "* * * * *"), ("c refused", "* * * * *")):
         db.execute("select taskboard.schedule(%s, %s, 'k')", [name, cron])
@@ -216,13 +215,13 @@ def test_a_schedule_that_cannot_be_read_is_logged_once_and_holds_up_no_other(
 
 
 def test_a_runner_looks_every_second_and_bears_a_refusal(
-    db: Connection, link: Callable[[], runner_db.Link], login: Callable[..., str], dsn: str,
+    db: Connection, link: Callable[[], connections.Link], login: Callable[..., str], dsn: str,
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(schedules, "EVERY", 0.05)
     caplog.set_level(logging.INFO)
     db.execute("select taskboard.schedule('s', '* * * * *', 'k')")
-    stranger = partial(runner_db.connect, login(), "t")
+    stranger = partial(connections.connect, login(), "t")
 
     def make_due() -> None:
         db.execute("update taskboard.schedules set next_at = now() - interval '1 second'")
@@ -231,7 +230,7 @@ def test_a_runner_looks_every_second_and_bears_a_refusal(
         await asyncio.to_thread(wait_for, condition, seconds=20)
 
     async def runners() -> None:
-        allowed, other = link(), runner_db.Link("o", stranger, within=10, cap=1)
+        allowed, other = link(), connections.Link("o", stranger, within=10, cap=1)
         tasks = [asyncio.create_task(schedules.run(each)) for each in (allowed, other)]
         await until(lambda: rows(db, "select next_at from taskboard.schedules") != [(None,)])
         make_due()
@@ -261,7 +260,8 @@ def test_a_runner_looks_every_second_and_bears_a_refusal(
 
 def test_who_may_not_look_is_told_so(login: Callable[..., str]) -> None:
     async def look() -> None:
-        stranger = runner_db.Link("o", partial(runner_db.connect, login(), "t"), within=10, cap=1)
+        dial = partial(connections.connect, login(), "t")
+        stranger = connections.Link("o", dial, within=10, cap=1)
         try:
             await schedules.advance(stranger)
         finally:

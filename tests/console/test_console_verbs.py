@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from psycopg.rows import dict_row
@@ -259,14 +258,6 @@ def test_colours_are_for_terminals_without_no_color(
     assert output.colourful(Terminal()) and not output.colourful(io.StringIO())
     monkeypatch.setenv("NO_COLOR", "1")
     assert not output.colourful(Terminal())
-
-
-def test_the_worker_imports_nothing_of_the_console() -> None:
-    check = (
-        "import sys, taskboard.worker, taskboard.schedules;"
-        " sys.exit(any(m.startswith('taskboard.console') for m in sys.modules))"
-    )
-    assert subprocess.run([sys.executable, "-c", check], cwd=Path("/")).returncode == 0
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(standing: Standing) -> None:

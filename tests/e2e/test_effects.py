@@ -28,8 +28,10 @@ from e2e.outside import (
 )
 from support import Connection, expire, rows
 from taskboard.handlers import Handler
-from taskboard.handlers.email import MailSettings, email_handler
-from taskboard.handlers.stripe import StripeSettings, stripe_handler
+from taskboard.handlers.email import email_handler
+from taskboard.handlers.stripe import stripe_handler
+from taskboard.mail import MailSettings
+from taskboard.stripe_calls import StripeSettings
 
 FINE, JOBS_FAILED = 0, 3
 ANN, BOB, CY = "ann@example.com", "bob@example.com", "cy@example.com"

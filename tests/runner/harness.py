@@ -21,10 +21,11 @@ from uuid import UUID
 import psycopg
 from psycopg.types.json import Jsonb
 
-from taskboard import worker
+from taskboard import attempts
 from taskboard.handlers import Context, Handler, ThreadContext, handler
+from taskboard.process import main, run
 from taskboard.settings import Settings
-from taskboard.worker import Worker, main, run
+from taskboard.worker import Worker
 
 HERE = Path(__file__).parent
 
@@ -175,7 +176,7 @@ async def die(ctx: Context) -> None:
 
 if __name__ == "__main__":
     numbers = {name: float(value) for name, _, value in (a.partition("=") for a in sys.argv[1:])}
-    worker.ENDS_WITHIN = numbers.pop("ends_within", worker.ENDS_WITHIN)
+    attempts.ENDS_WITHIN = numbers.pop("ends_within", attempts.ENDS_WITHIN)
     pool, until_empty = int(numbers.pop("pool", 6)), bool(numbers.pop("until_empty", 0))
     chosen = Settings.load(pool=pool, until_empty=until_empty, **{"poll": 0.2, **numbers})
     raise SystemExit(main(chosen, ["harness"]))

@@ -211,7 +211,7 @@ def test_a_channel_that_cannot_be_opened_is_tried_once_a_second_and_told_of_once
                 assert 1 <= len(proxy.accepted) <= 3
 
     asyncio.run(scenario())
-    assert caplog.text.count("wake: polling only") == 1
+    assert caplog.text.count("wake: the database does not answer") == 1
 
 
 def test_a_half_open_connection_holds_up_claim_and_settling_only_for_a_bounded_time(

@@ -30,7 +30,8 @@ from psycopg import AsyncConnection
 
 from taskboard.dev.smtp import DevSmtp, Envelope
 from taskboard.handlers import Context, Effect, Held, Job, LeaseLost, Outcome, Permanent, Retry
-from taskboard.handlers.email import MailSettings, compose, email_handler, send_mail
+from taskboard.handlers.email import email_handler, send_mail
+from taskboard.mail import MailSettings, compose
 
 SHOP = Address("Shop", "shop", "shop.example")
 MAIL = {"to": "a@x.example", "subject": "Hello", "text": "Hi"}
@@ -691,7 +692,7 @@ def test_body_left_in_the_buffer_at_a_time_out_never_arrives() -> None:
 def test_quit_that_hangs_is_bounded_and_does_not_change_the_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("taskboard.handlers.email.QUIT_SECONDS", QUICK)
+    monkeypatch.setattr("taskboard.smtp.QUIT_SECONDS", QUICK)
 
     async def scenario() -> None:
         ledger = Ledger(MAIL)
@@ -1231,7 +1232,7 @@ def test_no_text_in_any_field_adds_a_header_or_a_recipient(where: str, text: str
 def test_hidden_line_break_that_passed_the_first_check_is_stopped_by_the_second(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("taskboard.handlers.email.NOT_A_LINE", re.compile("(?!)"))
+    monkeypatch.setattr("taskboard.mail.NOT_A_LINE", re.compile("(?!)"))
     try:  # some versions of Python write the line break, others keep it encoded
         message = made(MAIL | {"subject": "=?utf-8?q?Hi=0D=0ABcc:_evil@x.example?="})
     except ValueError as exc:

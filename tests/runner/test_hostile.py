@@ -14,7 +14,7 @@ import pytest
 from harness import Context, drain, enqueue, process, until
 
 from support import rows, session, wait_for
-from taskboard import db as calls
+from taskboard import connections as calls
 from taskboard import wake
 from taskboard.cli import make_parser
 from taskboard.migrate import migrate

@@ -18,6 +18,7 @@ from support import expire, wait_for
 from taskboard import db as calls
 from taskboard import worker
 from taskboard.handlers import LeaseLost, ThreadContext
+from taskboard.leases import now
 
 Connection = psycopg.Connection[Any]
 
@@ -168,17 +169,19 @@ def test_without_renewals_the_handler_is_cancelled_at_the_local_deadline(
 
     async def scenario() -> None:
         with TcpProxy(dsn) as proxy:
-            async with running(proxy.dsn, {"k": handler}, listen=False):
+            async with running(proxy.dsn, {"k": handler}, listen=False) as runner:
                 job = enqueue(db, "k", lease="1.2s")
                 await until(lambda: state(db, job)["state"] == "running")
                 await asyncio.sleep(0.2)
                 proxy.refusing = True
                 proxy.freeze()
                 frozen = time.monotonic()
+                [attempt] = runner._running
+                deadline = time.time() + attempt.lease.deadline - now()
                 await until(lambda: ended)
-                # The database's deadline lies after the local one.
                 assert 0.5 < ended[0] - frozen < 1.2
-                assert state(db, job)["state"] == "running"
+                # The database's deadline lies after the local one.
+                assert deadline < state(db, job)["claimable_at"].timestamp()
                 assert state(db, job)["failures"] == 0
                 proxy.refusing = False
 

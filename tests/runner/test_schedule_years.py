@@ -18,8 +18,7 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from support import Connection, rows
-from taskboard import db as runner_db
-from taskboard import schedules
+from taskboard import connections, schedules
 from taskboard.schedules import occurrences
 
 MINUTE, DAY = timedelta(minutes=1), timedelta(days=1)
@@ -132,8 +131,8 @@ def clock(db: Connection) -> Callable[[datetime], object]:
     return lambda now: db.execute("update public.clock set now = %s", [now])
 
 
-def link(dsn: str) -> runner_db.Link:
-    return runner_db.Link("t", partial(runner_db.connect, dsn, "t"), within=10, cap=1)
+def link(dsn: str) -> connections.Link:
+    return connections.Link("t", partial(connections.connect, dsn, "t"), within=10, cap=1)
 
 
 class Stalled:

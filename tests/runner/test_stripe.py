@@ -33,7 +33,8 @@ from taskboard.handlers import (
     Release,
     Retry,
 )
-from taskboard.handlers.stripe import OPERATIONS, StripeSettings, read_payload, stripe_handler
+from taskboard.handlers.stripe import stripe_handler
+from taskboard.stripe_calls import OPERATIONS, StripeSettings, read_payload
 
 KEY = "sk_test_51secretsecret"
 PAY: dict[str, Any] = {

@@ -19,13 +19,13 @@ from psycopg.conninfo import make_conninfo
 from tcp_proxy import TcpProxy
 
 from support import expire, wait_for
+from taskboard import attempts, wake
 from taskboard import db as calls
-from taskboard import wake, worker
-from taskboard.db import connect_arguments
+from taskboard.connections import connect_arguments
 from taskboard.handlers import Held, LeaseLost, Permanent, Release, Retry, ThreadContext
 from taskboard.leases import News
+from taskboard.process import run
 from taskboard.settings import Settings, SettingsError
-from taskboard.worker import run
 
 Connection = psycopg.Connection[Any]
 
@@ -501,7 +501,7 @@ def test_a_handler_over_its_timeout_is_cancelled_and_fails_as_owner(
 def test_the_next_attempt_does_not_begin_where_the_handler_of_the_last_one_still_runs(
     dsn: str, db: Connection, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "ENDS_WITHIN", 0.2)
+    monkeypatch.setattr(attempts, "ENDS_WITHIN", 0.2)
     told: list[str] = []
 
     def handler(ctx: ThreadContext) -> None:
@@ -717,9 +717,8 @@ def test_a_sleeping_runner_is_woken_and_again_after_its_channel_was_lost(
 
     asyncio.run(scenario())
     lines = [line for line in caplog.messages if line.startswith("wake:")]
-    assert [line.split(" until")[0] for line in lines] == [
-        "wake: listening", "wake: polling only", "wake: listening",
-    ]  # fmt: skip
+    assert [line.split()[1] for line in lines] == ["listening", "the", "the", "listening"]
+    assert "the database does not answer" in lines[1] and "is back" in lines[2]
 
 
 def test_a_silent_dead_channel_is_noticed_and_polling_covers_the_gap(
@@ -933,7 +932,7 @@ def test_housekeeping_and_listening_that_fail_are_warnings(
             await until(lambda: state(db, job)["state"] == "completed")
 
     asyncio.run(scenario())
-    assert "wake: polling only" in caplog.text
+    assert "wake: polling only: function taskboard.listen" in caplog.text
 
 
 def test_the_log_has_one_line_a_transition_and_no_token_payload_or_address(

@@ -276,6 +276,7 @@ def test_figures_show_a_limited_worker_its_own_queues_only(db: Db, limited: Db) 
         enqueue(db, queue=queue)
     shown = {row["queue"] for row in query(limited, "select queue from taskboard.queue_stats")}
     assert shown == {"mine"}
+    assert [row["jobs"] for row in call(limited, "count_ready")] == [1]
 
 
 def test_schedules_of_foreign_queues_are_neither_shown_nor_advanced(db: Db, limited: Db) -> None:

@@ -172,6 +172,17 @@ def test_a_queue_that_ran_empty_is_still_listed(db: Db) -> None:
     assert (row["ready"], row["running"], row["oldest_ready_at"]) == (0, 0, None)
 
 
+def test_what_is_ready_or_expired_is_counted_by_kind_for_the_named_queues(db: Db) -> None:
+    every_state(db)
+    enqueue(db, "bill", queue="slow", priority=1)
+    enqueue(db, "bill", queue="slow")
+    enqueue(db, "later", delay="1 h")
+    found = {row["kind"]: row["jobs"] for row in call(db, "count_ready")}
+    assert found == {"mail": 2, "bill": 2}
+    assert call(db, "count_ready", queues=["slow", "empty"]) == [{"kind": "bill", "jobs": 2}]
+    raises(db, "22004", "count_ready", queues=[None])
+
+
 def test_the_worker_list_says_who_holds_what(db: Db) -> None:
     first, second = leased(db, worker="a"), leased(db, worker="a")
     leased(db, worker="b")

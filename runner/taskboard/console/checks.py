@@ -18,6 +18,7 @@ from psycopg.rows import dict_row
 
 import taskboard
 from taskboard import db, migrate
+from taskboard.connections import Connection, bounded, connect, one_line
 from taskboard.settings import Settings
 
 ANSWERS_WITHIN = 10.0  # seconds, for a check or a server
@@ -53,7 +54,7 @@ class Look:
     `least` seconds is remarked on.
     """
 
-    conn: db.Connection
+    conn: Connection
     settings: Settings
     least: float
     kinds: set[str]
@@ -63,7 +64,7 @@ class Look:
 
     async def rows(self, name: str) -> list[dict[str, Any]]:
         """Run one of the statements."""
-        with db.bounded(self.conn, ANSWERS_WITHIN):
+        with bounded(self.conn, ANSWERS_WITHIN):
             cursor = self.conn.cursor(row_factory=dict_row)
             await cursor.execute(SQL[name].encode())
             return await cursor.fetchall()
@@ -227,7 +228,7 @@ async def version(look: Look) -> list[Finding]:
             found.append(wrong(f"migrations are missing: {_listed(pending)}", "taskboard migrate"))
         edited = {
             name for name in files.keys() & applied.keys()
-            if applied[name] not in (None, migrate._checksum([files[name]]))
+            if applied[name] not in (None, migrate.checksum([files[name]]))
         }  # fmt: skip
         if edited:
             what = f"migrations are not what was applied: {_listed(edited)}"
@@ -273,11 +274,11 @@ async def listen(look: Look) -> list[Finding]:
         return [] if await _hears_itself(look.conn) else [wrong("no notification arrives", fix)]
     try:
         async with asyncio.timeout(ANSWERS_WITHIN):
-            conn = await db.connect(url, "taskboard doctor")
+            conn = await connect(url, "taskboard doctor")
     except (psycopg.Error, OSError) as exc:
-        return [wrong(f"TASKBOARD_LISTEN_URL: {db.one_line(exc) or 'no answer'}", fix)]
+        return [wrong(f"TASKBOARD_LISTEN_URL: {one_line(exc) or 'no answer'}", fix)]
     async with conn:
-        with db.bounded(conn, ANSWERS_WITHIN):
+        with bounded(conn, ANSWERS_WITHIN):
             pooled = await db.is_pooled(conn)
         if pooled or not await _hears_itself(conn):
             why = "a pooler stands there, too" if pooled else "no notification arrives"
@@ -285,9 +286,9 @@ async def listen(look: Look) -> list[Finding]:
     return []
 
 
-async def _hears_itself(conn: db.Connection) -> bool:
+async def _hears_itself(conn: Connection) -> bool:
     channel = f"taskboard_doctor_{conn.info.backend_pid}"
-    with db.bounded(conn, ANSWERS_WITHIN):
+    with bounded(conn, ANSWERS_WITHIN):
         for verb in ("listen", "notify"):
             await conn.execute(f"{verb} {channel}".encode())
         arrived = [True async for _ in conn.notifies(timeout=2, stop_after=1)]

@@ -14,8 +14,8 @@ from datetime import timedelta
 
 import psycopg
 
-from taskboard import db
 from taskboard.cli import FAILED, OK, database
+from taskboard.connections import connect, one_line
 from taskboard.console import checks, services
 from taskboard.console.checks import ANSWERS_WITHIN, SQL, WRONG, Check, Finding, Look
 from taskboard.console.output import COLOURS, cell, paint, print_json
@@ -47,7 +47,7 @@ def run(verb: Verb, arguments: argparse.Namespace) -> int:
     if arguments.show_sql:
         print("\n\n".join(f"-- {name}\n{text.strip()};" for name, text in SQL.items()))
         return OK
-    from taskboard.worker import find_handlers
+    from taskboard.preflight import find_handlers
 
     settings = Settings.load(pool=arguments.pool)
     # The built-in ones are looked at by checks of their own, which bear wrong settings.
@@ -76,9 +76,9 @@ async def examine(
     """Run all checks; answer topics and findings, what is wrong first within a topic."""
     try:
         async with asyncio.timeout(ANSWERS_WITHIN):
-            conn = await db.connect(settings.database_url, "taskboard doctor")
+            conn = await connect(settings.database_url, "taskboard doctor")
     except (psycopg.Error, OSError) as exc:
-        why = db.one_line(exc) or f"no answer within {ANSWERS_WITHIN:g} s"
+        why = one_line(exc) or f"no answer within {ANSWERS_WITHIN:g} s"
         fix = "check TASKBOARD_DATABASE_URL, or the PG* variables, and whether the server runs"
         return [("database", Finding(WRONG, why, fix))]
     report: list[tuple[str, Finding]] = []
@@ -91,7 +91,7 @@ async def examine(
                 why = f"could not be looked at: {exc.diag.message_primary}"
                 found = [checks.note(why, "look as a role that may see it")]
             except (psycopg.Error, OSError) as exc:
-                found = [checks.wrong(f"could not be looked at: {db.one_line(exc) or 'no answer'}")]
+                found = [checks.wrong(f"could not be looked at: {one_line(exc) or 'no answer'}")]
             found.sort(key=lambda finding: finding.level != WRONG)
             report += [(topic, finding) for finding in found or [checks.fine(fine)]]
             if not look.facts.get("installed"):

@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 
 import psycopg
 
-from taskboard import db
-from taskboard.cli import OK, _explain
+from taskboard.cli import OK, explain
+from taskboard.connections import Connection, connect
 from taskboard.console.output import print_json
 from taskboard.console.verbs import Mistake
 
@@ -96,15 +96,15 @@ def enqueue_lines(
     progress = Progress(source)
 
     async def add_all() -> int:
-        async with await db.connect(url, "taskboard enqueue") as conn:
+        async with await connect(url, "taskboard enqueue") as conn:
             for first, last, documents in batches(source, check):
                 if serial_key is not None:
                     options["serial_keys"] = [serial_key] * len(documents)
                 try:
-                    rows = await db.enqueue_many(conn, kind, documents, **options)
+                    rows = await _enqueue_many(conn, kind, documents, options)
                 except psycopg.Error as exc:
                     progress.close()
-                    code = _explain(exc)
+                    code = explain(exc)
                     print(_what_became(first, last, conn.closed), file=sys.stderr)
                     return code
                 progress.add(len(rows), sum(map(len, documents)) + last - first + 1)
@@ -119,6 +119,17 @@ def enqueue_lines(
     if not as_json:
         print(f"{progress.jobs} jobs enqueued")
     return code
+
+
+async def _enqueue_many(
+    conn: Connection, kind: str, documents: list[str], options: dict[str, Any]
+) -> list[tuple[Any, ...]]:
+    """Answer job_id and created for each document, in their order."""
+    given = {"kind": kind, "payloads": documents} | options
+    named = ", ".join(f"{name} => %({name})s" for name in given)
+    named = named.replace("%(payloads)s", "%(payloads)s::jsonb[]")
+    call = f"select job_id, created from taskboard.enqueue_many({named})"
+    return await (await conn.execute(call, given)).fetchall()
 
 
 def _what_became(first: int, last: int, lost: bool) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from taskboard import db
+from taskboard.connections import one_line
 from taskboard.console.checks import ANSWERS_WITHIN, Finding, Look, fine, note, wrong
 
 
@@ -12,7 +12,7 @@ async def email(look: Look) -> list[Finding]:
     """Connect, encrypt and log in as the handler does; send nothing."""
     from aiosmtplib import SMTP, SMTPException
 
-    from taskboard.handlers.email import MailSettings
+    from taskboard.mail import MailSettings
 
     url, mail_from = look.settings.smtp_url, look.settings.mail_from
     if not (url and mail_from):
@@ -42,7 +42,7 @@ async def email(look: Look) -> list[Finding]:
                 stage = "login"
                 await smtp.login(mail.username, mail.password)
     except (SMTPException, OSError) as exc:
-        why = db.one_line(exc) or f"no answer within {ANSWERS_WITHIN:g} s"
+        why = one_line(exc) or f"no answer within {ANSWERS_WITHIN:g} s"
         return [wrong(f"{server} {stage}: {why}", fixes[stage])]
     finally:
         smtp.close()
@@ -55,36 +55,29 @@ async def stripe(look: Look) -> list[Finding]:
     if not key:
         look.off["stripe"] = "set STRIPE_API_KEY"
         return [note("off", "set STRIPE_API_KEY, if runners here are to bill")]
-    import httpx
     import stripe
 
-    from taskboard.handlers.stripe import StripeSettings
+    from taskboard.stripe_calls import Account, StripeSettings
 
     try:
-        settings = StripeSettings(key, base)
+        settings = StripeSettings(key, base, timeout=ANSWERS_WITHIN)
     except ValueError as exc:
         look.off["stripe"] = "correct STRIPE_API_KEY"
         return [wrong(str(exc), "correct STRIPE_API_KEY: runners do not start like this")]
     look.kinds.add("stripe")
-    stripe.enable_telemetry = False
-    place = base or "api.stripe.com"
-    http = stripe.HTTPXClient(timeout=httpx.Timeout(ANSWERS_WITHIN))
-    client = stripe.StripeClient(
-        key, stripe_version=settings.api_version, max_network_retries=0, http_client=http,
-        base_addresses={"api": base.rstrip("/")} if base else {},
-    )  # fmt: skip
+    place, account = base or "api.stripe.com", Account(settings)
     try:
         async with asyncio.timeout(ANSWERS_WITHIN):
-            await client.v1.balance.retrieve_async()
+            await account.client.v1.balance.retrieve_async()
     except stripe.AuthenticationError:
         return [wrong(f"{place} does not know the key", "correct STRIPE_API_KEY")]
     except (stripe.APIConnectionError, OSError) as exc:
-        why = db.one_line(exc.__cause__ or exc) or f"no answer within {ANSWERS_WITHIN:g} s"
+        why = one_line(exc.__cause__ or exc) or f"no answer within {ANSWERS_WITHIN:g} s"
         return [wrong(f"{place}: {why}", "check TASKBOARD_STRIPE_BASE, proxies and firewalls")]
     except stripe.StripeError as exc:
         if (exc.http_status or 500) >= 500:
-            return [wrong(f"{place}: {db.one_line(exc)}", "see status.stripe.com")]
+            return [wrong(f"{place}: {one_line(exc)}", "see status.stripe.com")]
         # It answers and knows the key, which may not be allowed to read the balance.
     finally:
-        await http.close_async()  # type: ignore[no-untyped-call]
+        await account.aclose()
     return [fine(f"{place} answers; the key is for {settings.mode} mode")]

@@ -13,8 +13,8 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
 
-from taskboard import db
-from taskboard.cli import FAILED, OK, _explain, database
+from taskboard import connections
+from taskboard.cli import FAILED, OK, database, explain
 from taskboard.console.output import print_json, print_record, print_table
 from taskboard.console.verbs import Verb
 from taskboard.settings import Settings
@@ -60,7 +60,7 @@ def connection(name: str, *, direct: bool = False) -> Iterator[Connection]:
     """
     with database(Settings.load(), migrated=not direct) as settings:
         url = (direct and settings.listen_url) or settings.database_url
-        kwargs = db.connect_arguments(url, name)
+        kwargs = connections.connect_arguments(url, name)
         with psycopg.connect(url, row_factory=dict_row, **kwargs) as conn:
             yield conn
 
@@ -85,7 +85,7 @@ def _run_each(
             if conn.closed or len(items) == 1:
                 raise
             print(f"{item}: ", end="", file=sys.stderr)
-            code = max(code, _explain(exc))
+            code = max(code, explain(exc))
     return code, rows
 
 

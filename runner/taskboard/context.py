@@ -1,0 +1,144 @@
+"""What a handler is given: its job, and what it may do while it owns it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import psycopg
+
+from taskboard import db
+from taskboard.connections import Call, Connection, Weather, borrow
+from taskboard.job import Effect, Held, Job, LeaseLost, storable
+from taskboard.leases import Lease, News, now
+
+if TYPE_CHECKING:
+    from taskboard.worker import Worker
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Context:
+    """The job of one attempt, and what its handler may do while it owns it."""
+
+    def __init__(self, job: Job, lease: Lease, worker: Worker) -> None:
+        self.job = job
+        self._lease, self._worker = lease, worker
+        self._begun: set[str] = set()
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+
+    async def begin_effect(
+        self, step: str = "main", *, key_valid_for: timedelta | None = None
+    ) -> Effect:
+        """Pass the gate before an effect outside the database; committed before it returns.
+
+        `key_valid_for`: how long the other side remembers the key. Raises `LeaseLost` when the
+        lease is not current and unexpired, `Held` when a person must decide first.
+        """
+        asked = self._worker.spawn(self._ask(db.begin_effect, step, key_valid_for))
+        try:
+            effect: Effect | None = await asyncio.shield(asked)
+        except asyncio.CancelledError:
+            # The handler never learns that it may act, so nothing happened. Say so, or the next
+            # attempt would be told `unknown`.
+            with suppress(LeaseLost, psycopg.Error):
+                if await asked and step not in self._begun:
+                    await self.end_effect(step, happened=False)
+            raise
+        if effect is None:
+            late = now() >= self._lease.stop_at
+            self._lease.told.add(News.TIMED_OUT if late else News.LOST)
+            raise LeaseLost("begin_effect was refused")
+        if effect.state == "held":
+            raise Held(f"{step}: an earlier outcome is unknown and a person must decide")
+        self._begun.add(step)
+        return effect
+
+    async def end_effect(
+        self, step: str = "main", *, happened: bool = True, result: Any = None
+    ) -> None:
+        """Record what became of an effect; `happened=False` means refused before it took place."""
+        text, note = storable(result)
+        # Evidence counts, late or not: neither a cancel nor a lost lease stops it.
+        asked = self._worker.spawn(self._ask(db.end_effect, step, happened, text, always=True))
+        if await asyncio.shield(asked) is None:
+            note = "was never begun"
+        elif not happened:
+            self._begun.discard(step)  # as if it had never begun
+        if note:
+            log.warning("job=%s kind=%s end_effect %s: %s", self.job.id, self.job.kind, step, note)
+
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[Connection]:
+        """Borrow a pooled connection in autocommit mode."""
+        self.check()
+        async with self._worker.pool.connection() as conn:
+            self.check()  # waiting for it may have taken long
+            yield conn
+
+    @asynccontextmanager
+    async def transaction(
+        self, *, complete: bool = False, result: Any = None
+    ) -> AsyncIterator[Connection]:
+        """Open a transaction that only the current lease can commit (`require_lease`).
+
+        With `complete` the job is completed in it, with `result`: the writes and the completion
+        are one atom, and the handler should return after it. Raises `LeaseLost` and rolls back
+        when the lease token is no longer current.
+        """
+        async with self.connection() as conn:
+            try:
+                async with conn.transaction():
+                    await db.require_lease(conn, *self._lease.owner)
+                    yield conn
+                    if complete:
+                        # No renewal from here on: it would find the job gone, and call it lost.
+                        # When the handler returns, the completion is repeated; that is safe.
+                        self._worker.forget(self._lease)
+                        await db.complete(conn, *self._lease.owner, storable(result)[0])
+            except psycopg.Error as exc:
+                if exc.sqlstate != db.LEASE_LOST:
+                    raise
+                self._lease.told.add(News.LOST)
+                with suppress(psycopg.Error):  # refused, too: that leaves the evidence
+                    await db.renew(conn, *self._lease.owner)
+                raise LeaseLost("require_lease was refused") from exc
+
+    def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """In a plain function's thread: run one of the coroutines above in the runner's loop."""
+        if threading.get_ident() == self._thread:
+            coroutine.close()
+            raise RuntimeError("ctx.wait() is for plain functions; await it in an async one")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def check(self) -> None:
+        """Raise LeaseLost unless the lease holds, as far as that is known here."""
+        if not self._lease.owned:
+            raise LeaseLost("the lease has lapsed or is somebody else's")
+
+    async def _ask(self, call: Call[T], *arguments: Any, always: bool = False) -> T:
+        """Call until there is an answer; the lease is checked each time, unless told not to.
+
+        On a pooled connection: calls at once share a commit. Where handlers hold them all, or left
+        one unfit for use, the control connection decides.
+        """
+        pool, control = self._worker.pool, self._worker.control
+        arguments = (*self._lease.owner, *arguments)
+        while True:
+            if not always:
+                self.check()
+            with suppress(psycopg.Error, OSError):
+                return await borrow(pool, call, *arguments, wait=0.2, within=control.within)
+            try:
+                return await control.call(call, *arguments)
+            except Weather:
+                await asyncio.sleep(control.delay)
+
+
+ThreadContext = Context  # the one that a plain function is given, which needs `wait`

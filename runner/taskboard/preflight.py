@@ -1,0 +1,116 @@
+"""Before the first claim: which handlers there are, whether the database fits, and saying so."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import psycopg
+
+from taskboard import db, version
+from taskboard.connections import REFUSED, Link, Weather, one_line
+from taskboard.handlers import Handler
+from taskboard.settings import Settings, SettingsError
+
+log = logging.getLogger(__name__)
+
+HINTS = {
+    "login": "check user, password and database in TASKBOARD_DATABASE_URL, or the PG* variables",
+    "version": "`taskboard migrate` upgrades the database; or run the matching release",
+    "3F000": "the schema is not installed here: run `taskboard migrate`",
+    "42883": "the functions are not installed here: run `taskboard migrate`",
+    "42501": "grant taskboard_worker to the user that the runner logs in as",
+}
+
+
+def find_handlers(
+    settings: Settings, modules: Sequence[str]
+) -> tuple[dict[str, Handler], dict[str, str]]:
+    """Collect the handlers that are configured, and why others are off, both by kind.
+
+    A module's handler goes before the built-in one of its kind. Raises SettingsError.
+    """
+    found: dict[str, Handler] = {}
+    off: dict[str, str] = {}
+    try:
+        if settings.smtp_url and settings.mail_from:
+            from taskboard.handlers.email import email_handler
+            from taskboard.mail import MailSettings
+
+            server = MailSettings.from_url(settings.smtp_url, settings.mail_from)
+            found["email"] = email_handler(server)
+        else:
+            missing = "TASKBOARD_MAIL_FROM" if settings.smtp_url else "TASKBOARD_SMTP_URL"
+            off["email"] = f"set {missing}"
+        if settings.stripe_api_key:
+            from taskboard.handlers.stripe import stripe_handler
+            from taskboard.stripe_calls import StripeSettings
+
+            account = StripeSettings(settings.stripe_api_key, settings.stripe_base)
+            found["stripe"] = stripe_handler(account)
+            log.info("stripe: the key is of mode %s", account.mode)
+        else:
+            off["stripe"] = "set STRIPE_API_KEY"
+    except ValueError as exc:
+        raise SettingsError(str(exc), "correct the setting, or unset it") from None
+    own: dict[str, Handler] = {}
+    sys.path.insert(0, os.getcwd())
+    for name in modules:
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as exc:
+            if exc.name is None or not f"{name}.".startswith(f"{exc.name}."):
+                raise
+            raise SettingsError(f"there is no module {name}", "name it as in `import`") from None
+        for handler in vars(module).values():
+            kind = getattr(handler, "taskboard_kind", None)
+            if isinstance(kind, str) and callable(handler):
+                if own.setdefault(kind, handler) is not handler:
+                    raise SettingsError(f"two handlers for {kind}", "give each a kind of its own")
+                off.pop(kind, None)
+    return found | own, off
+
+
+async def introduce(
+    link: Link, settings: Settings, handlers: Mapping[str, Handler], off: Mapping[str, str]
+) -> None:
+    """Wait for the database, check that it fits, and say what this runner does.
+
+    Raises SettingsError when waiting does not help.
+    """
+    while True:
+        try:
+            installed = str(await link.call(db.version))
+            break
+        except Weather as exc:
+            if REFUSED.search(str(exc)):
+                raise SettingsError(f"cannot log in: {exc}", HINTS["login"]) from None
+            await asyncio.sleep(link.delay)
+        except psycopg.Error as exc:
+            hint = HINTS.get(exc.sqlstate or "", "see the server's log")
+            raise SettingsError(f"cannot use the database: {one_line(exc)}", hint) from None
+    own = version()
+    if installed.split(".")[:2] != own.split(".")[:2]:
+        raise SettingsError(
+            f"the database has taskboard {installed}, this runner is {own}", HINTS["version"]
+        )
+    log.info(
+        "taskboard %s: worker %s, queues %s, %d slots, at most %d connections",
+        own, settings.worker, ", ".join(settings.queues) or "all", settings.slots,
+        settings.pool + settings.listen,
+    )  # fmt: skip
+    waiting: dict[str, int] = {}
+    with suppress(Weather, psycopg.Error):
+        waiting = dict(await link.call(db.count_ready, list(settings.queues) or None))
+    reasons = dict.fromkeys(waiting, "no handler here")
+    reasons |= {kind: f"off ({reason})" for kind, reason in off.items()}
+    reasons |= dict.fromkeys(handlers, "on")
+    for kind, reason in sorted(reasons.items()):
+        count = waiting.get(kind, 0)
+        jobs = f", {count} job{'s' * (count > 1)} waiting" if count else ""
+        log.info("%s: %s%s", kind, reason, jobs)

@@ -1,0 +1,118 @@
+"""The runner as a process: its log, its signals, its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+
+from taskboard.attempts import ENDS_WITHIN
+from taskboard.handlers import Handler
+from taskboard.preflight import find_handlers
+from taskboard.settings import Settings, SettingsError
+from taskboard.worker import STUCK, Worker
+
+
+def main(settings: Settings, modules: Sequence[str] = ()) -> int:
+    """Run a worker process with the handlers that are configured; return its exit code.
+
+    When handlers do not end, the process is left within a second of the return. Raises
+    SettingsError.
+    """
+    log_to_stderr(settings.log_json)
+    found, off = find_handlers(settings, modules)
+    runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)
+    try:
+        code = runner.run(run(settings, found, off))
+    except SettingsError:
+        runner.close()
+        raise
+    if code != STUCK:
+        runner.close()
+    else:  # closing would wait for the tasks, and the interpreter for the threads
+        leave = threading.Timer(1, os._exit, [code])
+        leave.daemon = True
+        leave.start()
+    return code
+
+
+async def run(
+    settings: Settings, handlers: Mapping[str, Handler], off: Mapping[str, str] | None = None
+) -> int:
+    """Run jobs until a signal, or until nothing is left; return the exit code.
+
+    `handlers` maps kinds to handlers; `off` maps kinds that are not configured to the reason.
+    Raises SettingsError when the database cannot be used as configured.
+    """
+    off = dict(off or {})
+    missing = [kind for kind in settings.kinds if kind not in handlers]
+    if missing or not handlers:
+        reasons = [f"{kind}: {off[kind]}" for kind in missing or off if kind in off]
+        what = f"no handler for {', '.join(missing)}" if missing else "no handler is configured"
+        raise SettingsError(what, "; ".join(reasons) or "name the module that has it")
+    if settings.kinds:
+        off |= {kind: "not asked for" for kind in handlers}
+        handlers = {kind: handlers[kind] for kind in settings.kinds}
+    worker = Worker(settings, handlers)
+    try:
+        with stopped_by_signals(worker.stop):
+            return await worker.run(off)
+    finally:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ENDS_WITHIN):
+                for handler in handlers.values():
+                    if aclose := getattr(handler, "aclose", None):
+                        await aclose()
+
+
+@contextmanager
+def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Stop at the first SIGTERM or SIGINT, end at once at the second, even with a blocked loop."""
+    loop = asyncio.get_running_loop()
+    seen: list[int] = []
+
+    def on_signal(number: int, frame: object) -> None:
+        if seen:
+            os._exit(128 + number)
+        seen.append(number)
+        loop.call_soon_threadsafe(stop)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {n: signal.signal(n, on_signal) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Make the line; a job's transition has its parts as fields."""
+        line = {
+            "at": self.formatTime(record),
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+        }
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def log_to_stderr(as_json: bool) -> None:
+    """Set up logging for the process, plain or as JSON lines."""
+    out = logging.StreamHandler()
+    plain = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    out.setFormatter(JsonLines() if as_json else plain)
+    logging.basicConfig(level=logging.INFO, handlers=[out])
+    logging.getLogger("psycopg.pool").setLevel(logging.ERROR)  # it reports each failed try

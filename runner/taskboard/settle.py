@@ -1,0 +1,128 @@
+"""Telling the database how attempts ended, until it is known to know: each call may be repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+
+from taskboard import db
+from taskboard.attempts import Attempt
+from taskboard.connections import Call, InTheWay, Link, Weather, one_line
+from taskboard.job import Ending, Failed, clean
+from taskboard.leases import now
+
+log = logging.getLogger(__name__)
+
+BATCH = 1000
+CALLS: dict[str, Call[Any]] = {
+    "complete": db.complete, "fail": db.fail, "release": db.release,
+}  # fmt: skip
+# What lease_status says when an earlier try, whose answer was lost, did settle the attempt.
+SETTLED = ("given_back", "cancelled", "held")
+
+
+class Settler:
+    """Holds the attempts that have ended, and settles them one batch after the other.
+
+    `left` is told of each that is over. `failed`: a job of this runner's has failed.
+    """
+
+    def __init__(self, link: Link, left: Callable[[Attempt], None]) -> None:
+        self._link, self._left = link, left
+        self.waiting: dict[Attempt, None] = {}
+        self.failed = False
+        self._wanted = asyncio.Event()
+
+    def add(self, attempt: Attempt, ending: Ending) -> None:
+        """Settle an attempt soon."""
+        attempt.ending, lease = ending, attempt.lease
+        # A renewal that comes after that would only be refused.
+        lease.renew_at = max(lease.renew_at, now() + lease.length / 6)
+        self.waiting[attempt] = None
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Settle for ever."""
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            batch = list(self.waiting)[:BATCH]
+            try:
+                await self._complete([a for a in batch if a.ending.verb == "complete"])
+                for attempt in batch:
+                    if attempt in self.waiting:
+                        await self._settle(attempt)
+            except Weather:
+                await asyncio.sleep(self._link.delay)
+            if self.waiting:
+                self._wanted.set()
+
+    async def _complete(self, attempts: list[Attempt]) -> None:
+        """Complete together what need not be alone."""
+        together = [attempt for attempt in attempts if not attempt.alone]
+        if len(together) < 2:
+            return
+        try:
+            recorded = await self._link.call(
+                db.complete_many,
+                [attempt.lease.owner[0] for attempt in together],
+                [attempt.lease.owner[1] for attempt in together],
+                [attempt.ending.result for attempt in together],
+            )
+        except (InTheWay, psycopg.Error):
+            # One row that is locked, or one result that is refused, holds up no others.
+            for attempt in together:
+                attempt.alone = True
+            return
+        ids = set(recorded)
+        for attempt in together:
+            attempt.alone = True
+            if attempt.job.id in ids:
+                self._close(attempt, "completed")
+
+    async def _settle(self, attempt: Attempt) -> None:
+        ending, owner = attempt.ending, attempt.lease.owner
+        answer, status = None, ""
+        try:
+            if ending.verb:
+                answer = await self._link.call(CALLS[ending.verb], *owner, *ending.arguments)
+            if not answer:
+                status = str(await self._link.call(db.lease_status, *owner))
+        except Weather:
+            if ending.verb:
+                self.waiting[attempt] = self.waiting.pop(attempt)  # the others go first next time
+                raise
+            status = "not asked"
+        except psycopg.Error as exc:
+            if not ending.plain:
+                attempt.ending = ending.strip(clean(exc))
+                return
+            status = f"settling was refused: {clean(exc)}"
+        ours = bool(answer) or (ending.verb in ("fail", "release") and status in SETTLED)
+        what = f"{ending.verb}d"
+        if not answer:
+            what = status if ours or status == "held" else f"lease lost ({status})"
+        elif isinstance(answer, Failed):
+            again = answer.again_in
+            what = answer.state if again is None else f"failed, again in {max(again, 0):.0f} s,"
+        self.failed |= ours and ending.verb == "fail" and what != "cancelled"
+        fine = answer and ending.verb != "fail"
+        self._close(attempt, what, logging.INFO if fine else logging.WARNING)
+
+    def _close(self, attempt: Attempt, what: str, level: int = logging.INFO) -> None:
+        """The attempt is over: one line about it."""
+        del self.waiting[attempt]
+        self._left(attempt)
+        if log.isEnabledFor(level):
+            job, note = attempt.job, one_line(attempt.ending.note)
+            fields = {
+                "job": str(job.id), "kind": job.kind, "attempt": job.attempt, "outcome": what,
+                "seconds": round(now() - attempt.started_at, 3),
+            }  # fmt: skip
+            line = "job=%(job)s kind=%(kind)s attempt=%(attempt)d %(outcome)s %(seconds).2fs"
+            line += ": %(note)s" if note else ""
+            log.log(level, line, fields | {"note": note}, extra={"fields": fields})
