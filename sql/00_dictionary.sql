@@ -57,6 +57,9 @@ comment on column taskboard.jobs.payload is $$What the handler works on, at most
 comment on table taskboard.lanes is
 $$One ordered stream of jobs per queue, kind and priority, and one for those that return.
 Not unique: two first registrations at once make two, and claim reads both.$$;
+comment on column taskboard.lanes.queue is $$Which workers run it; needs no row in queues.$$;
+comment on column taskboard.lanes.kind is $$Which handler runs it.$$;
+comment on column taskboard.lanes.priority is $$0 to 9; lower runs first.$$;
 comment on column taskboard.lanes."returning" is $$Whether it holds jobs claimed before.$$;
 comment on column taskboard.lanes.returns_to is $$The lane that its jobs move to when claimed.$$;
 comment on column taskboard.lanes.lease is
@@ -76,6 +79,9 @@ comment on column taskboard.history.result is $$What the handler returned.$$;
 
 comment on table taskboard.effects is
 $$What attempts began outside the database: one row per job, step and lease token.$$;
+comment on column taskboard.effects.job_id is $$The job.$$;
+comment on column taskboard.effects.step is
+$$Which effect of the job: lower case letters, digits and ./-_, at most 100.$$;
 comment on column taskboard.effects.idempotency_key is $$Job id and step; never changes.$$;
 comment on column taskboard.effects.begun_at is $$When the gate was passed the first time.$$;
 comment on column taskboard.effects.ended_at is $$When somebody testified; null: open.$$;
@@ -117,6 +123,7 @@ comment on column taskboard.queues.keep_failed is
 $$How long failed jobs stay when the rest has gone; null: no longer.$$;
 comment on table taskboard.schedules is
 $$What to enqueue at the occurrences of a cron rule; runners advance it by compare and set.$$;
+comment on column taskboard.schedules.name is $$The schedule.$$;
 comment on column taskboard.schedules.cron is $$Five fields; the runner reads them.$$;
 comment on column taskboard.schedules.time_zone is $$Whose clock the cron rule means.$$;
 comment on column taskboard.schedules.next_at is
@@ -164,3 +171,18 @@ $$What was installed, written by every way of installing; functions has the load
 comment on column taskboard.migrations.checksum is
 $$Of the files, written by taskboard migrate; null: loaded by hand with psql.$$;
 comment on column taskboard.migrations.applied_at is $$When it was applied or loaded last.$$;
+
+-- Of what functions return, the words that no table has.
+comment on column taskboard.enqueued.created is
+$$Whether this call made the job; else it held the unique key already.$$;
+comment on column taskboard.leased.lease_expires_at is
+$$The lease's deadline, by the database's clock.$$;
+comment on column taskboard.renewed.cancel_requested is
+$$Somebody asked to stop: end with fail or release.$$;
+comment on column taskboard.maintained.step is $$What was looked at.$$;
+comment on column taskboard.maintained.touched is $$So many rows or partitions were changed.$$;
+comment on column taskboard.job_state.state is $$What the job is now.$$;
+comment on column taskboard.job_result.state is $$completed, failed or cancelled.$$;
+comment on column taskboard.job_result.result is $$What its handler returned.$$;
+comment on column taskboard.job_result.error is $$Why it failed or was cancelled.$$;
+comment on column taskboard.queue_state.paused_at is $$Since when; null: it is not paused.$$;

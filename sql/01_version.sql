@@ -11,7 +11,7 @@ as $$ select '0.1.0'::text $$;
 
 comment on function taskboard.version() is
 $$Return the version of the loaded functions, as major.minor.patch.
-A runner refuses to start against another major.minor.$$;
+A runner refuses to start against another major.minor. Role: everybody who may use Taskboard.$$;
 
 -- Whoever loads the functions by hand leaves no checksum behind, so that `taskboard migrate`
 -- loads its own and says so.

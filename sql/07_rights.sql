@@ -139,7 +139,7 @@ $$;
 
 comment on function taskboard.allow_queue(text, text) is
 $$Limit a role to named queues, and allow it this one.
-It may use no other that is not allowed.
+role_name: a role or a login. It may use no other queue that is not allowed.
 Holds for logins that are members of the role, and after set role both for the login and the role.
 Superusers are not limited. Errors: 22004, 22023. For the owner alone.$$;
 
@@ -161,4 +161,4 @@ $$;
 
 comment on function taskboard.disallow_queue(text, text) is
 $$Take an allowed queue from a role.
-A role without any is not limited any more. For the owner alone.$$;
+role_name: one without any is not limited any more. For the owner alone.$$;

@@ -112,8 +112,9 @@ $$;
 comment on function taskboard.enqueue_many(text, jsonb[], text, integer, timestamptz, interval,
   text[], interval, text[], integer, integer, interval, interval, text, jsonb, text) is
 $$Add many jobs of one kind; return one row per payload, in input order.
-unique_keys and serial_keys, if given, have one element per payload, null for none; a key that
-stands twice in one call is taken by the first. Everything else as in enqueue.
+unique_keys and serial_keys, if given, have one element for each of payloads, null for none; a key
+that stands twice in one call is taken by the first. delay, lease, unique_for, unique_until and
+all else as in enqueue, for every job.
 Role: taskboard_producer.$$;
 
 create or replace function taskboard.enqueue_keyed(

@@ -125,6 +125,6 @@ $$;
 
 comment on function taskboard.renew_many(uuid[], uuid[], interval) is
 $$Extend many leases at once; a locked row does not hold up the others.
-outcome: 'renewed', or 'busy' when the row is locked just now (ask again soon; not lost; no
-lease_expires_at). No row for a job: the lease is lost, as in renew.
-Never waits for a row. Errors: 22004, 22023. Role: taskboard_worker.$$;
+job_ids, lease_tokens: one token for each job, at the same place. outcome: 'renewed', or 'busy' when
+the row is locked just now (ask again soon; not lost; no lease_expires_at). No row for a job: the
+lease is lost, as in renew. Never waits for a row. Errors: 22004, 22023. Role: taskboard_worker.$$;

@@ -41,6 +41,7 @@ $$;
 
 comment on function taskboard.next_claimable_at(text[], text[]) is
 $$Tell when the next job becomes claimable.
-The earliest due time or deadline; null when there is none. In the past when something is
-ready now, or is just being claimed. A worker sleeps no longer than until then.
+Of queues and kinds, null means all. The earliest due time or deadline; null when there is none. In
+the past when something is ready now, or is just being claimed. A worker sleeps no longer than until
+then.
 Errors: 22004, 22023. Role: taskboard_worker.$$;

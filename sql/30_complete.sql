@@ -84,8 +84,8 @@ comment on function taskboard.complete(uuid, uuid, jsonb) is
 $$Record that the owner of the current token has done the job.
 One row when recorded; the same token again (a lost reply) gives the same row again. Zero rows:
 somebody else owns the job, or it has ended; nothing was changed, and you must not report that you
-completed it. Ends the effects that this token began. May run in the caller's transaction, at any
-isolation level.
+completed it. Ends the effects that this token began. result: kept with the job, for wait_for. May
+run in the caller's transaction, at any isolation level.
 Locks the row of the serial key, then the job for update; waits at most 5 s (55P03).
 Errors: 22004, 22023; above read committed 40001. Role: taskboard_worker.$$;
 
@@ -206,7 +206,7 @@ $$;
 
 comment on function taskboard.complete_many(uuid[], uuid[], jsonb[]) is
 $$Complete many jobs in one call, each as in complete.
-One row for each that is recorded; a job without a row is not yours. results, if given, has one
-element per job, null for none.
+One row for each that is recorded; a job without a row is not yours. lease_tokens and, if given,
+results (null for none) have one element for each of job_ids.
 Locks serial keys in order, then rows in id order; waits at most 5 s (55P03).
 Errors: 22004, 22023; above read committed 40001. Role: taskboard_worker.$$;

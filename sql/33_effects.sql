@@ -205,6 +205,7 @@ comment on function taskboard.end_effect(uuid, uuid, text, boolean, jsonb) is
 $$Testify that an effect took place, or was refused before it did.
 Needs the token that began it, not the current lease: late evidence is welcome, also when the job
 was reclaimed, held or has ended. Evidence about the question of a held job frees the job.
+result: what the other side answered; begin_effect tells it to later attempts.
 A repeat changes nothing; true may correct false, never the reverse. state: what the step is now.
 Zero rows: this token never began this step.
 Locks the job's row, live or finished, for key share (for update if it is held).

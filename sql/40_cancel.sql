@@ -75,9 +75,9 @@ $$Cancel a job; state tells what it is now.
 Waiting, blocked, held or expired: cancelled at once. Running: state running; the worker's next
 renewal says so, its fail or release then ends the job as cancelled, its complete still completes
 it. force: a running job is fenced and cancelled at once, its token is void.
-A job that has ended stays as it is, its state is returned; a repeat changes nothing.
-A running job is asked without a wait; otherwise locks the row of the serial key, then the job for
-update, at most 5 s each (55P03). Errors: 22004, TB002 no such job.
+reason: kept with the job. A job that has ended stays as it is, its state is returned; a repeat
+changes nothing. A running job is asked without a wait; otherwise locks the row of the serial key,
+then the job for update, at most 5 s each (55P03). Errors: 22004, TB002 no such job.
 Roles: taskboard_operator, taskboard_producer.$$;
 
 create or replace function taskboard.finished_state(job_id uuid)

@@ -132,5 +132,5 @@ $$;
 
 comment on function taskboard.retry_failed(text, text, integer) is
 $$Put failed jobs back, oldest first, as retry does.
-Of a queue, a kind, or all. Passes over a job whose unique key another job holds.
+Of a queue, a kind, or all; at most max_jobs. Passes over a job whose unique key another job holds.
 Role: taskboard_operator.$$;

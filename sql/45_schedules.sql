@@ -94,7 +94,8 @@ $$;
 
 comment on function taskboard.pause_schedule(text, boolean) is
 $$Pause a schedule, or end its pause; true when there is one.
-What falls due during a pause is not made up for. Errors: 22004. Role: taskboard_operator.$$;
+paused: false ends it. What falls due during a pause is not made up for. Errors: 22004. Role:
+taskboard_operator.$$;
 
 create or replace function taskboard.due_schedules()
 returns setof taskboard.due_schedule

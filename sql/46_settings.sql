@@ -49,7 +49,7 @@ $$;
 
 comment on function taskboard.configure(text, text) is
 $$Change a setting of this database: a default or a limit.
-setting: one of the columns of taskboard.settings.
+setting: one of the columns of taskboard.settings. value: as text, say 10 or 30 days.
 Errors: 22004, 22023 with the names of all settings. Role: taskboard_operator.$$;
 
 create or replace function taskboard.keep_history(

@@ -53,10 +53,17 @@ from taskboard.history as h;
 
 comment on view taskboard.job_list is
 $$All jobs, live and finished, without documents and without tokens.
-state: scheduled, ready, running, expired, blocked, held; completed, failed, cancelled.
 Newest first: order by job_id desc, as ids begin with the date; that needs no sort.
-worker: who holds the lease, or who finished the job. lapsed_by: from whom the present owner took
-the job over. progress: what the worker reported last. Role: taskboard_observer.$$;
+Role: taskboard_observer.$$;
+comment on column taskboard.job_list.state is
+$$scheduled, ready, running, expired, blocked or held; completed, failed or cancelled.$$;
+comment on column taskboard.job_list.worker is $$Who holds the lease, or who finished the job.$$;
+comment on column taskboard.job_list.finished_at is $$When it ended; null while it lives.$$;
+comment on column taskboard.job_list.claimable_at is
+$$From when a worker may claim; while leased the deadline; null while it waits, and at the end.$$;
+comment on column taskboard.job_list.lapsed_by is
+$$From whom the present owner took over a lapsed lease.$$;
+comment on column taskboard.job_list.progress is $$What the worker reported last.$$;
 
 -- Each count stops at 10,000 a lane and walks the claim index, so that the figures cost the same
 -- at ten thousand jobs and at ten million.
@@ -108,7 +115,14 @@ $$How many live jobs of each queue, kind and priority are in which state.
 A count ends at 10,000 in each lane, of which a kind and priority has two: from 10000 on it means
 that many or more. An exact one is a count over job_list, which reads all jobs. oldest_ready_at:
 since when the oldest ready job waits; with strict priority, the figure to watch.
-Role: taskboard_observer.$$;
+Roles: taskboard_observer, taskboard_worker.$$;
+comment on column taskboard.queue_stats.paused is $$Whether the queue, or all, is paused.$$;
+comment on column taskboard.queue_stats.ready is $$Claimable now.$$;
+comment on column taskboard.queue_stats.scheduled is $$Due later, or waiting for a retry.$$;
+comment on column taskboard.queue_stats.running is $$Leased.$$;
+comment on column taskboard.queue_stats.expired is $$Their lease has run out; claimable.$$;
+comment on column taskboard.queue_stats.blocked is $$Wait for the turn of their serial key.$$;
+comment on column taskboard.queue_stats.held is $$Wait for a person; see taskboard.resolve.$$;
 
 create or replace view taskboard.queue_rates as
 select h.queue, h.kind, count(*) filter (where h.state = 'completed') / 5.0 as completed_per_minute,
@@ -123,6 +137,11 @@ group by h.queue, h.kind;
 comment on view taskboard.queue_rates is
 $$What ended in the last five minutes, per minute, and how long the median last attempt took.
 Role: taskboard_observer.$$;
+comment on column taskboard.queue_rates.completed_per_minute is $$Of those that were kept.$$;
+comment on column taskboard.queue_rates.failed_per_minute is $$For good: no attempt is left.$$;
+comment on column taskboard.queue_rates.cancelled_per_minute is $$Cancelled ones.$$;
+comment on column taskboard.queue_rates.median_seconds is
+$$Half of them took no longer from the last claim to the end.$$;
 
 create or replace view taskboard.worker_list as
 select j.leased_by as worker, count(*) as holds,
@@ -142,8 +161,10 @@ group by j.leased_by;
 
 comment on view taskboard.worker_list is
 $$Who holds leases: how many, how many of them expired, since when, and until when.
-last_seen_at: the last claim or renewal. Looks at the first 100,000 jobs of each lane that were
-claimed before. Role: taskboard_observer.$$;
+oldest_claim_at: of the one held longest. leased_until: the latest deadline. last_seen_at: the last
+claim or renewal. Looks at the first 100,000 jobs of each lane that were claimed before. Role:
+taskboard_observer.$$;
+comment on column taskboard.worker_list.worker is $$By the name it gave to claim.$$;
 
 create or replace view taskboard.schedule_list as
 select s.name, s.cron, s.time_zone, s.queue, s.kind, s.priority::integer as priority, s.misfire,
@@ -151,7 +172,9 @@ select s.name, s.cron, s.time_zone, s.queue, s.kind, s.priority::integer as prio
 from taskboard.schedules as s;
 
 comment on view taskboard.schedule_list is
-$$The schedules: when each is due next and what it enqueued last. Role: taskboard_observer.$$;
+$$The schedules: when each is due next and what it enqueued last.
+Role: taskboard_observer.$$;
+comment on column taskboard.schedule_list.paused_at is $$Since when; null: it is not paused.$$;
 
 create or replace view taskboard.incident_list as
 select i.id, i.happened_at, i.what, i.job_id, i.queue, i.kind, i.worker, i.by_role, i.detail
@@ -160,6 +183,8 @@ from taskboard.incidents as i;
 comment on view taskboard.incident_list is
 $$What went wrong, and what people did: refused writes, lapsed leases, holds, operator acts.
 Append-only; the oldest go with the history. Role: taskboard_observer.$$;
+comment on column taskboard.incident_list.id is $$Rises; has gaps.$$;
+comment on column taskboard.incident_list.worker is $$The worker it is about; null: none.$$;
 
 create or replace view taskboard.effect_list as
 select e.job_id, e.step, e.attempt, e.idempotency_key, e.begun_at, e.ended_at,

@@ -20,5 +20,6 @@ $$;
 
 comment on function taskboard.count_ready(text[]) is
 $$Count the jobs that could be claimed now, by kind.
-What a runner says at its start of kinds that it has no handler for. As in queue_stats, 10,000 of a
-lane mean that many or more. Errors: 22004, 22023. Role: taskboard_worker.$$;
+What a runner says at its start of kinds that it has no handler for. queues: null means all. As in
+queue_stats, 10,000 of a lane mean that many or more. Errors: 22004, 22023. Role:
+taskboard_worker.$$;
