@@ -33,15 +33,15 @@ TABLES: Final = (
 HEAD: Final = """\
 # Reference
 
-Every function and view that somebody may use, as the comments in the database say it (`\\df+
-taskboard.*` and `\\d+` show the same there). This page is made of them: change the comment, then run
+Every function and view that somebody may use, as the comments in the database say it; `\\df+
+taskboard.*` and `\\d+` show them there. This page is made of them: change the comment, then run
 `python tests/docs/reference.py`.
 
 All arguments can be named, and should be: `taskboard.claim(max_jobs => 10)`. One without a default
-must be given. Tables are private: no role but the owner has a right on one. What every function may
-raise besides: 22023 and 22004 (an argument is out of bounds, or null), 42501 (no right), 40001,
-40P01 and 55P03 (nothing changed, repeat); [all codes](README.md#codes). The states of a job and what
-a verb does when another comes first: [the life of a job](README.md).
+must be given. Tables are private: no role but the owner has a right on one. Any function may raise
+22023 and 22004 (an argument is out of bounds, or null), 42501 (no right), 40001, 40P01 and 55P03
+(nothing changed, repeat); [all codes](README.md#codes). What the states are, and what a verb does
+when another comes first: [the life of a job](README.md).
 """
 
 FUNCTIONS: Final = """
@@ -56,7 +56,8 @@ select p.proname as name, obj_description(p.oid, 'pg_proc') as comment,
     order by r.rolname) as roles,
   array(
     select jsonb_build_object('name', a.name, 'mode', coalesce(a.mode, 'i'),
-      'type', format_type(a.type, null), 'default', pg_get_function_arg_default(p.oid, a.no::integer))
+      'type', format_type(a.type, null),
+      'default', pg_get_function_arg_default(p.oid, a.no::integer))
     from unnest(p.proargnames, coalesce(p.proallargtypes, p.proargtypes::oid[]), p.proargmodes)
       with ordinality as a (name, type, mode, no)
     order by a.no) as arguments
