@@ -90,5 +90,5 @@ def mermaid() -> str:
     lines = ["stateDiagram-v2"]
     for (before, after), words in hows.items():
         start = "[*]" if before == NONE else before
-        lines.append(f"    {start} --> {after}: {'; '.join(words)}")
+        lines.append(f"    {start} --> {after}: {' / '.join(words)}")
     return "\n".join(lines)
