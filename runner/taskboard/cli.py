@@ -34,6 +34,18 @@ environment:
   TASKBOARD_DATA           the folder of the embedded PostgreSQL
   TASKBOARD_SMTP_URL, TASKBOARD_MAIL_FROM          needed for jobs of the kind email
   STRIPE_API_KEY, TASKBOARD_STRIPE_BASE            needed for jobs of the kind stripe
+  NO_COLOR                 no colours, on a terminal either
+
+exit codes:
+  0 done   1 it failed   2 not understood, or a setting is wrong   130 interrupted
+  run, too: 3 with --until-empty, a job failed   4 handlers did not end when asked to stop
+
+examples:
+  taskboard demo
+  taskboard migrate
+  taskboard enqueue hello '{"name": "Ada"}'
+  taskboard run hello --until-empty
+  taskboard jobs --state failed --json
 """
 
 
@@ -42,17 +54,17 @@ class UsageError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit code: 0, 1 it failed, 2 it was not understood.
-
-    `run --until-empty` returns 3 when a job failed.
-    """
+    """Run a command; return its exit code, as the help of all describes them."""
+    open_closed_streams()
     given = list(sys.argv[1:] if argv is None else argv)
     # psql has its own way with arguments: they are passed on as they are.
     passed_on = given[1:] if given[:1] == ["psql"] and given[1:] != ["--help"] else []
     arguments = make_parser().parse_args(given[: len(given) - len(passed_on)])
     arguments.passed_on = passed_on
     try:
-        return int(arguments.command(arguments))
+        code = int(arguments.command(arguments))
+        sys.stdout.flush()  # here, where what comes of it can be told
+        return code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:  # whoever read our output has seen enough
@@ -60,6 +72,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except _expected() as exc:
         return explain(exc)
+    except OSError as exc:  # the output could not be written: a full disk
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return explain(exc)
+
+
+def open_closed_streams() -> None:
+    """Put nothing in the place of streams that our caller has closed."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -95,6 +117,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--wait", type=duration, default=timedelta(seconds=60), metavar="DURATION",
         help="how long to wait for others who migrate, or hold a lock (60s)",
     )  # fmt: skip
+    sub.add_argument("--json", action="store_true", help="print an object: version, applied")
+    sub.add_argument("--show-sql", action="store_true", help="print it for psql, do nothing")
 
     sub = command("run", run, "run jobs", "taskboard run shop.jobs --queue orders --pool 20")
     sub.add_argument(
@@ -122,7 +146,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--dev", action="store_true",
         help="use an SMTP and a Stripe server of our own, and print each mail and charge",
     )  # fmt: skip
-    sub.add_argument("--log-json", action="store_true", help="log one JSON object a line")
+    sub.add_argument("--log-json", "--json", action="store_true", help="log JSON, an object a line")
+    sub.add_argument("--show-sql", action="store_true", help="print the calls it makes, do nothing")
 
     sub = command("enqueue", enqueue, "add a job, print its id", f"taskboard enqueue email {MAIL}")
     sub.add_argument("kind", metavar="KIND", help="which handler: email, stripe, or one of yours")
@@ -130,7 +155,7 @@ def make_parser() -> argparse.ArgumentParser:
         "payload", nargs="?", default="{}", metavar="PAYLOAD", help="JSON; - reads it from stdin"
     )
     sub.add_argument("--queue", help="default")
-    sub.add_argument("--priority", type=int, metavar="0-9", help="lower runs first (5)")
+    sub.add_argument("--priority", type=integer, metavar="0-9", help="lower runs first (5)")
     sub.add_argument("--delay", type=duration, metavar="DURATION", help="run it this much later")
     sub.add_argument(
         "--run-at", type=instant, metavar="TIMESTAMP", help="run it then: 2026-07-01T08:00:00+02:00"
@@ -142,7 +167,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--unique-for", type=duration, metavar="DURATION", help="keep the key this long, at least"
     )
     sub.add_argument("--serial-key", metavar="KEY", help="jobs with it run one after the other")
-    sub.add_argument("--max-attempts", type=int, metavar="N", help="failures until it is given up")
+    sub.add_argument(
+        "--max-attempts", type=integer, metavar="N", help="failures until it is given up"
+    )
     sub.add_argument("--lease", type=duration, metavar="DURATION", help="how long a claim lasts")
     sub.add_argument(
         "--timeout", type=duration, metavar="DURATION", help="longest run of an attempt"
@@ -163,6 +190,16 @@ def make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     register(command)
     return parser
+
+
+def integer(text: str) -> int:
+    """Read a number that fits into the database's integer."""
+    try:
+        if abs(value := int(text)) < 2**31:
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is no number, or too large a one")
 
 
 def duration(text: str) -> timedelta:
@@ -194,29 +231,40 @@ def demo(arguments: argparse.Namespace) -> int:
 
 
 def migrate(arguments: argparse.Namespace) -> int:
+    import json
+
     from taskboard.settings import Settings
 
+    if arguments.show_sql:
+        print("\\i '{}'".format(str(taskboard.SQL / "install.sql").replace("'", "''")))
+        return OK
     with database(Settings.load(), migrated=False) as settings:
         url = settings.listen_url or settings.database_url
-        done = bring_up_to_date(url, wait=arguments.wait.total_seconds())
-    print(done or f"taskboard {taskboard.version()}: already up to date")
+        applied = bring_up_to_date(url, wait=arguments.wait.total_seconds())
+    if arguments.json:
+        print(json.dumps({"version": taskboard.version(), "applied": applied}))
+    else:
+        print(f"taskboard {taskboard.version()}: {', '.join(applied) or 'already up to date'}")
     return OK
 
 
-def bring_up_to_date(url: str, wait: float = 60.0) -> str:
-    """Migrate a database; answer what was done, if anything."""
+def bring_up_to_date(url: str, wait: float = 60.0) -> list[str]:
+    """Migrate a database; answer which steps were applied, if any."""
     from taskboard.migrate import migrate
 
     report = migrate(url, wait=wait)
     for notice in report.notices:
         print(f"note: {notice}", file=sys.stderr)
-    return f"taskboard {report.version}: {', '.join(report.applied)}" if report.applied else ""
+    return list(report.applied)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from taskboard import process
     from taskboard.settings import Settings
 
+    if arguments.show_sql:
+        print("\n".join(f"{text};" for text in worker_calls()))
+        return OK
     options: dict[str, Any] = {
         name: getattr(arguments, name)
         for name in ("pool", "concurrency", "lease", "worker", "until_empty", "log_json")
@@ -233,6 +281,21 @@ def run(arguments: argparse.Namespace) -> int:
         return process.main(settings, arguments.modules)
 
 
+def worker_calls() -> list[str]:
+    """List what a runner calls, in the order of a job's life, with $1 … for its arguments."""
+    from taskboard import db, schedules
+
+    values = [value for module in (db, schedules) for value in vars(module).values()]
+    calls = [getattr(value, "__doc__", None) or "" for value in values if callable(value)]
+    return [_numbered(call) for call in calls if call.startswith("select ")]
+
+
+def _numbered(call: str) -> str:
+    """Write its parameters as $1, $2 …"""
+    first, *rest = call.split("%s")
+    return first + "".join(f"${number}{part}" for number, part in enumerate(rest, 1))
+
+
 def enqueue(arguments: argparse.Namespace) -> int:
     import json
 
@@ -243,8 +306,8 @@ def enqueue(arguments: argparse.Namespace) -> int:
         json.loads(document, parse_constant=_refuse_constant)
 
     lines = arguments.lines
-    if lines and (arguments.payload != "-" or arguments.show_sql):
-        raise UsageError("--lines reads standard input: write - for the payload, no --show-sql")
+    if lines and arguments.payload != "-":
+        raise UsageError("--lines reads standard input: write - for the payload")
     payload = sys.stdin.read() if arguments.payload == "-" and not lines else arguments.payload
     try:
         check("{}" if lines else payload)
@@ -262,16 +325,18 @@ def enqueue(arguments: argparse.Namespace) -> int:
     options = {name: value for name, value in options.items() if value is not None}
 
     given = {"kind": arguments.kind, "payload": payload} | options
-    if arguments.show_sql:
-        print(f"{statement('select * from taskboard.enqueue({call})', given)};")
-        return OK
     if lines:
-        from taskboard.console.lines import enqueue_lines
+        from taskboard.console.lines import enqueue_lines, show_lines
 
+        if arguments.show_sql:
+            return show_lines(arguments.kind, options, check)
         with database(Settings.load()) as settings:
             url = settings.database_url
             return enqueue_lines(url, arguments.kind, options, check, arguments.json)
 
+    if arguments.show_sql:
+        print(f"{statement('select * from taskboard.enqueue({call})', given)};")
+        return OK
     # As parameters: the server logs the text of a statement that fails.
     named = ", ".join(f"{name} => %({name})s" for name in given)
     with connection("taskboard enqueue") as conn:
@@ -333,7 +398,8 @@ def database(settings: Settings, *, migrated: bool = True) -> Iterator[Settings]
         signal.signal(number, _leave)  # so that the server is left in order
     with localpg.shared() as local:
         print(local.hint, file=sys.stderr, flush=True)
-        if migrated and (done := bring_up_to_date(local.dsn)):
+        if migrated and (applied := bring_up_to_date(local.dsn)):
+            done = f"taskboard {taskboard.version()}: {', '.join(applied)}"
             print(done, file=sys.stderr, flush=True)
         yield replace(settings, database_url=local.dsn, listen_url=None)
 
@@ -393,12 +459,14 @@ def _expected() -> tuple[type[Exception], ...]:
     from taskboard.migrate import MigrateError
     from taskboard.settings import SettingsError
 
-    return UsageError, SettingsError, LocalError, MigrateError, Error
+    return UsageError, SettingsError, UnicodeError, LocalError, MigrateError, Error
 
 
 def explain(exc: Exception) -> int:
     """Say on stderr what went wrong and what helps; return the exit code."""
     from psycopg import Error
+
+    from taskboard.settings import SettingsError
 
     hint, code = getattr(exc, "hint", None), FAILED
     message = str(exc).strip()
@@ -409,7 +477,9 @@ def explain(exc: Exception) -> int:
         if state in ("3F000", "42883", "42P01"):
             message, hint = "Taskboard is not installed in this database", "run: taskboard migrate"
         code = USAGE if state.startswith("22") else FAILED
-    elif not isinstance(exc, _expected()[2:]):
+    elif isinstance(exc, UnicodeError):
+        message, hint, code = f"not UTF-8: {exc}", "check arguments, environment and input", USAGE
+    elif isinstance(exc, UsageError | SettingsError):
         code = USAGE
     print(f"taskboard: {message}", file=sys.stderr)
     if hint:

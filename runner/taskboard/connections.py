@@ -211,12 +211,13 @@ class Link:
 
 
 def every(call: str, shape: Callable[..., T]) -> Call[list[T]]:
-    """Make a coroutine of a call; it answers all rows, each in a shape."""
+    """Make a coroutine of a call, which is its docstring; it answers all rows, each in a shape."""
 
     async def ask(conn: AsyncConnection[Any], *arguments: Any) -> list[T]:
         cursor = conn.cursor(row_factory=args_row(shape))
         return await (await cursor.execute(call, arguments)).fetchall()
 
+    ask.__doc__ = call
     return ask
 
 
@@ -228,6 +229,7 @@ def one(call: str, shape: Callable[..., T]) -> Call[T | None]:
         found = await ask_all(conn, *arguments)
         return found[0] if found else None
 
+    ask.__doc__ = call
     return ask
 
 

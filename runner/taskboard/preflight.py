@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -64,9 +65,12 @@ def find_handlers(
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as exc:
-            if exc.name is None or not f"{name}.".startswith(f"{exc.name}."):
-                raise
-            raise SettingsError(f"there is no module {name}", "name it as in `import`") from None
+            raise SettingsError(*_missing(name, exc)) from None
+        except Exception as exc:  # whatever somebody's module does
+            raise SettingsError(
+                f"{name} cannot be imported: {_place(exc)}: {type(exc).__name__}: {one_line(exc)}",
+                f"python -c 'import {name}' shows the whole way there",
+            ) from None
         for handler in vars(module).values():
             kind = getattr(handler, "taskboard_kind", None)
             if isinstance(kind, str) and callable(handler):
@@ -74,6 +78,21 @@ def find_handlers(
                     raise SettingsError(f"two handlers for {kind}", "give each a kind of its own")
                 off.pop(kind, None)
     return found | own, off
+
+
+def _missing(name: str, exc: ModuleNotFoundError) -> tuple[str, str]:
+    """Say which module there is not, and what helps: the one named, or one that it needs."""
+    if exc.name is None or not f"{name}.".startswith(f"{exc.name}."):
+        return f"{name} ({_place(exc)}) needs a module {exc.name}", "install it where this runs"
+    return f"there is no module {name}", "name it as in `import`, from the folder that it is in"
+
+
+def _place(exc: Exception) -> str:
+    """Name file and line of what went wrong."""
+    if isinstance(exc, SyntaxError) and exc.filename:
+        return f"{exc.filename} line {exc.lineno}"
+    last = traceback.extract_tb(exc.__traceback__)[-1]
+    return f"{last.filename} line {last.lineno}"
 
 
 async def introduce(

@@ -67,21 +67,26 @@ def test_what_the_database_refuses_is_named_by_its_lines(
     assert said.code == 2 and "hint: of lines 1 to 1 none" in said.err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "hint"),
-    [
-        (("--unique-key", "k"), "--unique-key names one job"),
-        (("--show-sql",), "no --show-sql"),
-    ],
-)
-def test_what_does_not_go_with_lines_is_refused(
-    arguments: tuple[str, ...], hint: str, db: Connection, console: Console
-) -> None:
-    said = console("enqueue", "mail", "-", "--lines", *arguments, stdin=b"1\n")
-    assert said.code == 2 and hint in said.err
+def test_what_does_not_go_with_lines_is_refused(db: Connection, console: Console) -> None:
+    for more in ((), ("--show-sql",)):
+        said = console("enqueue", "mail", "-", "--lines", "--unique-key", "k", *more, stdin=b"1\n")
+        assert said.code == 2 and "--unique-key names one job" in said.err
     said = console("enqueue", "mail", "{}", "--lines")
     assert said.code == 2 and "write - for the payload" in said.err
     assert payloads(db) == []
+
+
+def test_the_calls_that_lines_make_are_shown_and_run(
+    db: Connection, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "BATCH", 2)
+    text = b'{"it\'s": "a, \\"b\\""}\n2\n3\n'
+    shown = console("enqueue", "mail", "-", "--lines", "--serial-key", "k", "--show-sql",
+                    stdin=text)  # fmt: skip
+    assert shown.code == 0 and payloads(db) == []
+    for call in shown.out.splitlines():
+        rows(db, call)
+    assert shown.out.count(";\n") == 2 and payloads(db) == [2, 3, {"it's": 'a, "b"'}]
 
 
 def test_enqueue_shows_its_sql(db: Connection, console: Console) -> None:

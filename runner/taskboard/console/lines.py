@@ -15,6 +15,7 @@ import psycopg
 from taskboard.cli import OK, explain
 from taskboard.connections import Connection, connect
 from taskboard.console.output import print_json
+from taskboard.console.verb import statement
 from taskboard.console.verbs import Mistake
 
 BATCH = 1000  # jobs in one call, which is one transaction
@@ -82,6 +83,26 @@ def batches(
         yield first, number, documents
 
 
+def show_lines(kind: str, options: dict[str, Any], check: Callable[[str], None]) -> int:
+    """Print a call for each batch that comes from standard input. Raises Mistake."""
+    serial_key = _of_all(options)
+    for _, _, documents in batches(sys.stdin.buffer, check):
+        if serial_key is not None:
+            options["serial_keys"] = [serial_key] * len(documents)
+        given = {"kind": kind, "payloads": documents} | options
+        call = statement("select * from taskboard.enqueue_many({call})", given)
+        print(f"{call};")
+    return OK
+
+
+def _of_all(options: dict[str, Any]) -> str | None:
+    """Take out what stands for each job; answer the serial key. Raises Mistake."""
+    if "unique_key" in options:
+        raise Mistake("--unique-key names one job", "leave it out: with --lines there are many")
+    key: str | None = options.pop("serial_key", None)
+    return key
+
+
 def enqueue_lines(
     url: str, kind: str, options: dict[str, Any], check: Callable[[str], None], as_json: bool
 ) -> int:
@@ -89,9 +110,7 @@ def enqueue_lines(
 
     `check` raises ValueError for what is no JSON. Raises Mistake and psycopg.Error.
     """
-    if "unique_key" in options:
-        raise Mistake("--unique-key names one job", "leave it out: with --lines there are many")
-    serial_key = options.pop("serial_key", None)
+    serial_key = _of_all(options)
     source = sys.stdin.buffer
     progress = Progress(source)
 

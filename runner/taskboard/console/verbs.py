@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
-from taskboard.cli import MAIL, UsageError, duration
+from taskboard.cli import MAIL, UsageError, duration, integer
 
 Argument = tuple[tuple[str, ...], dict[str, Any]]
 Given = dict[str, Any]
@@ -234,8 +234,10 @@ VERBS = (
         "taskboard limit mails --running 10 --starts 100 --per 1m", OPERATOR,
         "select taskboard.limit_queue({call})",
         (argument("queue", metavar="QUEUE", help="the queue"),
-         argument("--running", dest="max_running", type=int, metavar="N", help="so many at once"),
-         argument("--starts", dest="max_starts", type=int, metavar="N", help="so many starts …"),
+         argument("--running", dest="max_running", type=integer, metavar="N",
+                  help="so many at once"),
+         argument("--starts", dest="max_starts", type=integer, metavar="N",
+                  help="so many starts …"),
          argument("--per", dest="starts_per", type=span, metavar="DURATION", help="… in this time"),
          argument("--lease", type=span, metavar="DURATION", help="how long a claim lasts (60s)")),
         one=True, done="limited",
@@ -261,7 +263,7 @@ VERBS = (
          argument("payload", nargs="?", metavar="PAYLOAD", help="JSON ({})"),
          argument("--time-zone", dest="time_zone", metavar="NAME", help="of the rule (UTC)"),
          argument("--queue", help="of the jobs (default)"),
-         argument("--priority", type=int, metavar="0-9", help="of the jobs (5)"),
+         argument("--priority", type=integer, metavar="0-9", help="of the jobs (5)"),
          argument("--misfire", choices=("skip", "one", "all"),
                   help="what to do about occurrences that nobody was there for (one)")),
         one=True, done="scheduled",
