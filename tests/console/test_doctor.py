@@ -100,7 +100,7 @@ def test_where_nothing_is_wrong_doctor_says_so(
             said = console("doctor", "--json", **environment)
             assert said.code == 0 and said.json["ok"], said
             found = {one["topic"]: one["level"] for one in said.json["findings"]}
-            assert set(found.values()) == {"ok"} and len(found) == 16
+            assert set(found.values()) == {"ok"} and len(found) == 17
             assert sees(said, "stripe", "ok", "test mode")
             plain = console("doctor", **environment)
             assert plain.code == 0 and "fix:" not in plain.out
@@ -175,6 +175,8 @@ def test_each_planted_fault_is_found(worker: str, db: Connection, console: Conso
         db.execute(f"alter database {db.info.dbname} reset all")
         db.execute(f"alter database {db.info.dbname} connection limit -1")
     assert said.code == owner.code == text.code == 1
+    found = said.json["findings"] + owner.json["findings"]
+    assert [one for one in found if one["level"] != "ok" and not one["fix"]] == []
     for _, *finding in PLANTED:
         assert sees(said, *finding) or sees(owner, *finding), (finding, lines(said, finding[0]))
     assert "WRONG  rights " in text.out and "fix:  grant taskboard_worker to" in text.out
@@ -308,6 +310,18 @@ def test_what_cannot_be_planted_here_is_judged_by_its_figures() -> None:
     asyncio.run(judge())
 
 
+def test_a_standby_whose_query_holds_back_vacuum_is_named(
+    db: Connection, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sees(console("doctor", "--json"), "standbys", "ok", "no standby")
+    held = "select 'replica'::name as name, {} as transactions"
+    monkeypatch.setitem(checks.SQL, "standbys", held.format(100_000))
+    assert sees(console("doctor", "--json"), "standbys", "ok", "no standby")
+    monkeypatch.setitem(checks.SQL, "standbys", held.format(2_000_000))
+    said = console("doctor", "--json")
+    assert sees(said, "standbys", "note", "replica .* 2,000,000 transactions", "hot_standby")
+
+
 def test_clocks_that_differ_are_a_note(
     dsn: str, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,7 +357,7 @@ def test_a_login_without_any_right_learns_what_it_may(
 ) -> None:
     stranger = login()
     said = console("doctor", "--json", TASKBOARD_DATABASE_URL=stranger)
-    assert said.code == 1 and len({one["topic"] for one in said.json["findings"]}) == 16
+    assert said.code == 1 and len({one["topic"] for one in said.json["findings"]}) == 17
     assert sees(said, "rights", "wrong", "may not call .* more$", "grant taskboard_worker to")
     assert sees(said, "jobs", "note", "could not be looked at: permission denied")
 

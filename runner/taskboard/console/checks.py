@@ -22,6 +22,7 @@ from taskboard.connections import Connection, bounded, connect, one_line
 from taskboard.settings import Settings
 
 ANSWERS_WITHIN = 10.0  # seconds, for a check or a server
+OLD_ON_A_STANDBY = 100_000  # transactions; of its queries no age in seconds is known here
 FINE, NOTE, WRONG = "ok", "note", "WRONG"
 
 
@@ -133,6 +134,15 @@ select s.slot_name as name, s.xmin is not null as holds,
 from pg_replication_slots as s
 where not s.active
 order by s.slot_name""",
+    "standbys": """
+select s.slot_name as name, age(s.xmin) as transactions
+from pg_replication_slots as s
+where s.active and s.xmin is not null
+union all
+select r.application_name, age(r.backend_xmin)
+from pg_stat_replication as r
+where r.backend_xmin is not null
+order by name""",
     "tables": """
 select c.relname as name
 from pg_class as c, unnest(c.reloptions) as o
@@ -270,7 +280,7 @@ async def listen(look: Look) -> list[Finding]:
     if not url:
         if look.facts["pid"] != look.conn.info.backend_pid:
             what = "a pooler stands between: no notification arrives, so runners poll every second"
-            return [note(what, fix)]
+            return [note(f"{what}; calls go through, as nothing is prepared", fix)]
         return [] if await _hears_itself(look.conn) else [wrong("no notification arrives", fix)]
     try:
         async with asyncio.timeout(ANSWERS_WITHIN):
@@ -340,6 +350,17 @@ async def slots(look: Look) -> list[Finding]:
               + (", and vacuum cleans nothing" if row["holds"] else ""),
               f"start its reader, or: select pg_drop_replication_slot('{row['name']}');")
         for row in await look.rows("slots")
+    ]  # fmt: skip
+
+
+async def standbys(look: Look) -> list[Finding]:
+    """Look for snapshots that a standby has us keep, by hot_standby_feedback."""
+    fix = "there: end long queries (pg_stat_activity), or set hot_standby_feedback = off"
+    return [
+        note(f"a query on the standby {row['name']} keeps a snapshot of {row['transactions']:,}"
+             " transactions ago: vacuum cleans nothing since", fix)
+        for row in await look.rows("standbys")
+        if row["transactions"] > OLD_ON_A_STANDBY
     ]  # fmt: skip
 
 

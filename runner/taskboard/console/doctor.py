@@ -30,6 +30,7 @@ CHECKS: list[tuple[str, str, Check]] = [
     ("listen", "notifications arrive", checks.listen),
     ("connections", "there are enough", checks.connections),
     ("transactions", "nobody holds an old snapshot or a long transaction", checks.transactions),
+    ("standbys", "no standby has an old snapshot kept", checks.standbys),
     ("slots", "no replication slot is left behind", checks.slots),
     ("autovacuum", "it is on", checks.autovacuum),
     ("notifications", "their queue is empty", checks.notifications),
@@ -91,7 +92,8 @@ async def examine(
                 why = f"could not be looked at: {exc.diag.message_primary}"
                 found = [checks.note(why, "look as a role that may see it")]
             except (psycopg.Error, OSError) as exc:
-                found = [checks.wrong(f"could not be looked at: {one_line(exc) or 'no answer'}")]
+                why = f"could not be looked at: {one_line(exc) or 'no answer'}"
+                found = [checks.wrong(why, "run it again; if it stays, see the server's log")]
             found.sort(key=lambda finding: finding.level != WRONG)
             report += [(topic, finding) for finding in found or [checks.fine(fine)]]
             if not look.facts.get("installed"):
