@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from docs.transcript import blocks, normal, play, steps
+from support import Connection
 from taskboard.localpg import binaries
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +54,13 @@ def test_each_command_and_program_of_the_readme_runs(dsn: str, tmp_path: Path) -
             assert done.returncode == 0, done.stdout
             ran.append(done.stdout)
     assert len(ran) >= 2 and "kind=hello attempt=1 completed" in ran[-1]
+
+
+def test_the_sql_of_the_security_page_runs(db: Connection) -> None:
+    found = [one.text for one in blocks(ROOT / "sql/SECURITY.md") if one.language == "sql"]
+    assert found
+    for text in found:
+        db.execute(text.encode())
 
 
 def test_the_lines_quoted_from_the_functions_stand_there() -> None:
