@@ -754,6 +754,40 @@ def test_behind_a_pooler_no_channel_is_taken_and_that_is_said(
     assert state(db, job)["state"] == "completed" and not listeners(db)
 
 
+def test_a_runner_holds_no_transaction_and_no_snapshot_while_a_handler_runs_and_while_it_sleeps(
+    dsn: str, db: Connection
+) -> None:
+    def sessions() -> set[tuple[str, bool]]:
+        """What the runner's sessions are in, and whether they keep vacuum from cleaning."""
+        return set(
+            db.execute(
+                "select state, xact_start is not null or backend_xmin is not null"
+                " from pg_stat_activity where datname = current_database()"
+                " and application_name like '%resting%'"
+            ).fetchall()
+        )
+
+    async def scenario() -> None:
+        begun, end = asyncio.Event(), asyncio.Event()
+
+        async def long(ctx: Context) -> None:
+            async with ctx.transaction() as conn:
+                await conn.execute("select 1")
+            begun.set()
+            await end.wait()
+
+        job = enqueue(db, "long")
+        async with running(dsn, {"long": long}, worker="resting", poll=60.0, listen=True):
+            await begun.wait()
+            # A session that kept a transaction would never be seen like this.
+            await until(lambda: sessions() == {("idle", False)})
+            end.set()
+            await until(lambda: state(db, job)["state"] == "completed")
+            await until(lambda: sessions() == {("idle", False)})
+
+    asyncio.run(scenario())
+
+
 def test_a_busy_runner_leaves_no_mark_that_makes_producers_notify(dsn: str, db: Connection) -> None:
     async def handler(ctx: Context) -> None:
         await release.wait()

@@ -310,3 +310,22 @@ def test_documents_and_batches_larger_than_a_notification_wake_all_the_same(
             assert heard() == [""]
         call(db, "enqueue_many", kind="mail", payloads=[{"text": "x" * 100}] * 2000)
         assert heard() == [""]
+
+
+def test_who_will_notify_holds_up_no_other_producer_until_it_commits(
+    db: Db, connect: Callable[..., Db], heard: Ear
+) -> None:
+    # Who notifies takes a lock of the whole cluster, at the commit and not before.
+    sleeper(connect)
+    first, second = connect(), connect(options="-c statement_timeout=4s")
+    first.execute("begin")
+    enqueue(first)
+    query(first, "select 'long business'")
+    second.execute("begin")
+    enqueue(second)
+    second.execute("commit")
+    assert heard() == [""]
+    cluster_wide = "select count(*) from pg_locks where locktype = 'object' and database = 0"
+    assert query(db, cluster_wide) == [{"count": 0}]
+    first.execute("commit")
+    assert heard() == [""]
