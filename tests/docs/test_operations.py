@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[2] / "runner/OPERATIONS.md"
 def test_each_command_for_operators_answers_what_is_shown(
     server_factory: Callable[..., Server], tmp_path: Path
 ) -> None:
-    server = server_factory()
+    server = server_factory(fsync="off", full_page_writes="off")
     to = conninfo_to_dict(server.dsn())
     programs = Path(server.name) if Path(server.name).is_dir() else binaries()
     environment = {
