@@ -13,7 +13,8 @@ begin
       ('advance_schedule(text, timestamptz, timestamptz, boolean)', 'uuid'),
       ('advance_schedule(text, timestamptz, timestamptz, boolean, text)', 'uuid'),
       ('check_claim(text[], text[], integer, interval, text)', 'record'),
-      ('floors_due(text, timestamptz)', 'boolean')
+      ('floors_due(text, timestamptz)', 'boolean'),
+      ('new_job_id(timestamptz, text)', 'uuid')
     ) as earlier (signature, result)
     join pg_proc as p on p.oid = to_regprocedure('taskboard.' || earlier.signature)
       and p.prorettype = to_regtype(earlier.result)

@@ -22,7 +22,9 @@ def fill(db: Db, sets: str, count: int = MANY, kind: str = "mail", returning: bo
         insert into taskboard.jobs (
           id, lane_id, run_at, created_at, payload, claimable_at, lease_token, leased_by,
           lease_granted, claimed_at, attempt, waits_for, serial_key, serial_no)
-        select taskboard.new_job_id(clock_timestamp(), '0000'), l.id, clock_timestamp(),
+        select taskboard.new_job_id(
+          taskboard.job_id_head(clock_timestamp()), gen_random_uuid(), 0, '0000'),
+          l.id, clock_timestamp(),
           clock_timestamp(), '{{"n": 1}}', {sets}
         from generate_series(1, %(count)s) as n
         cross join lateral (
