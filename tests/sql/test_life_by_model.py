@@ -298,6 +298,11 @@ class Life:
         worker, most = self.pick(("a", "b")), self.pick((1, 2, 10, 10))
         queues = self.pick((None, None, None, [self.pick(QUEUES)]))
         kinds = self.pick((None, None, None, [self.pick(KINDS)]))
+        self.claim_from(worker, most, queues, kinds)
+
+    def claim_from(
+        self, worker: str, most: int, queues: list[str] | None, kinds: list[str] | None
+    ) -> None:
         # A claim looks at its floors, and for exhausted jobs, every 20 ms: here always.
         rows(
             self.workers[worker],
@@ -414,8 +419,9 @@ class Life:
         job = self.a_job(*LEASED)
         token = self.a_token(job)
         retry_in = self.pick(("0", "0", None, HOUR))
-        # Whole lines fail, so that they come back together.
-        permanent = self.pick((False, job.serial_key is not None, False, True))
+        self.fail_with(job, token, retry_in, self.pick((False, False, False, True)))
+
+    def fail_with(self, job: Job, token: UUID, retry_in: str | None, permanent: bool) -> None:
         answer = self.ask(
             "fail", job_id=job.id, lease_token=token, error="no", retry_in=retry_in,
             permanent=permanent,
@@ -431,6 +437,16 @@ class Life:
         else:
             self.give_back(job, retry_in != "0")
         assert [(row["job_id"], row["state"]) for row in answer] == [(job.id, job.state)]
+
+    def a_line_fails(self) -> None:
+        """Job after job of a serial key, so that they come back together."""
+        for job in list(self.pick(list(self.turns.values()) or [[]])):
+            if job.claimable:
+                self.claim_from("a", 10, None, None)
+            if job.token is None:
+                return
+            self.fail_with(job, job.token, None, True)
+            self.compare()
 
     def release(self) -> None:
         job = self.a_job(*LEASED)
@@ -523,8 +539,9 @@ class Life:
         return True
 
     def retry_failed(self) -> None:
-        queue, kind = self.pick((None, *QUEUES)), self.pick((None, None, *KINDS))
-        most = self.pick((1, 100))
+        queue = self.pick((None, None, None, *QUEUES))
+        kind = self.pick((None, None, None, *KINDS))
+        most = self.pick((100, 100, 1, 2))
         answer = self.ask("retry_failed", queue=queue, kind=kind, max_jobs=most)
         failed = [
             job for job in self.jobs
@@ -709,13 +726,14 @@ VERBS: tuple[tuple[Callable[[Life], None], int, tuple[str, ...]], ...] = (
     (Life.complete, 3, (*LEASED, "completed")),
     (Life.complete_many, 1, LEASED),
     (Life.fail, 4, LEASED),
+    (Life.a_line_fails, 4, ("blocked",)),
     (Life.release, 2, LEASED),
     (Life.begin_effect, 8, LEASED),
     (Life.end_effect, 3, ()),
     (Life.cancel, 2, ()),
     (Life.retry, 2, FINAL),
     (Life.retry_failed, 1, ("failed",)),
-    (Life.retry_failed, 6, (A_LINE_FAILED,)),
+    (Life.retry_failed, 12, (A_LINE_FAILED,)),
     (Life.resolve, 4, ("held",)),
     (Life.evict, 1, ("running",)),
     (Life.time_passes, 5, ("running", "scheduled")),
@@ -756,7 +774,7 @@ def test_every_life_goes_as_the_model_says(
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         lambda: Lives(workers, empty),
         settings=settings(
-            max_examples=int(os.environ.get("LIVES", "45")), stateful_step_count=40,
+            max_examples=int(os.environ.get("LIVES", "60")), stateful_step_count=40,
             derandomize=seed is None, database=None, deadline=None, phases=phases,
             suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
         ),
