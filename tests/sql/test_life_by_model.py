@@ -126,6 +126,7 @@ class Life:
     keys: dict[tuple[str, str], Key] = field(default_factory=dict)
     turns: dict[str, list[Job]] = field(default_factory=dict)  # live jobs of a serial key, in order
     paused: set[str | None] = field(default_factory=set)
+    limits: dict[str, int] = field(default_factory=dict)  # max_running of a queue
 
     @property
     def db(self) -> Connection:
@@ -330,6 +331,7 @@ class Life:
             else:
                 self.end_failed(job)
         given = {token for job in self.jobs for token in job.tokens}
+        before = {queue: self.running(queue) for queue in QUEUES}
         for row in answer:
             (job,) = [job for job in seen if job.id == row["job_id"]]
             assert job.claimable, f"claimed although {job.state}"
@@ -346,10 +348,16 @@ class Life:
                 job.attempt, job.failures, job.lost_leases)  # fmt: skip
             assert (row["queue"], row["kind"]) == (job.queue, job.kind)
         assert len({row["job_id"] for row in answer}) == len(answer) <= most
+        for queue, most_running in self.limits.items():
+            assert self.running(queue) <= max(most_running, before[queue]), "too many run"
         if len(answer) < most:
             passed = [job for job in seen if not self.paused & {None, job.queue}
+                      and self.running(job.queue) < self.limits.get(job.queue, 1000)
                       and (job.claimable or job.exhausted)]  # fmt: skip
             assert not passed, "a claim that was not full passed over jobs"
+
+    def running(self, queue: str) -> int:
+        return sum(job.state == "running" and job.queue == queue for job in self.jobs)
 
     def renew(self) -> None:
         job = self.a_job(*LEASED)
@@ -644,6 +652,13 @@ class Life:
             self.ask("resume", queue=queue)
             self.paused.discard(queue)
 
+    def limit_queue(self) -> None:
+        queue, most = self.pick(QUEUES), self.pick((None, None, 1, 3))
+        self.ask("limit_queue", queue=queue, max_running=most)
+        self.limits.pop(queue, None)
+        if most is not None:
+            self.limits[queue] = most
+
     # The look
 
     def compare(self) -> None:
@@ -743,6 +758,7 @@ VERBS: tuple[tuple[Callable[[Life], None], int, tuple[str, ...]], ...] = (
     (Life.maintain, 1, (*FINAL, "expired")),
     (Life.pause, 1, ()),
     (Life.resume, 2, ()),
+    (Life.limit_queue, 1, ()),
 )
 
 
