@@ -142,7 +142,7 @@ MUTANTS: Final = (
         "S2",
         "21_renew.sql",
         (("not found or v_job.claimable_at <= v_now or", "not found or"),),
-        (GATE + "renew]", MODEL),
+        (GATE + "renew]",),
     ),
     Mutant(
         "renew reads the clock before the lock",
@@ -245,7 +245,7 @@ MUTANTS: Final = (
                 "where h.id = complete.job_id",
             ),
         ),
-        (COMPLETE + "test_completion_repeated_by_anybody_else_gets_nothing",),
+        (COMPLETE + "test_completion_repeated_by_anybody_else_gets_nothing", MODEL),
     ),
     Mutant(
         "completion not repeatable",
@@ -418,7 +418,10 @@ MUTANTS: Final = (
         "E1",
         "33_effects.sql",
         (("(e.ended_at is null or (not e.happened and end_effect.happened))", "true"),),
-        (EFFECT + "test_state_of_an_effect_is_never_fresh_again_after_done_whoever_says_what",),
+        (
+            EFFECT + "test_state_of_an_effect_is_never_fresh_again_after_done_whoever_says_what",
+            MODEL,
+        ),
     ),
     Mutant(
         "effect key per attempt",
