@@ -184,6 +184,9 @@ class Life:
                 break
         verb(self)
 
+    def rest(self) -> None:
+        """The first choice, hence the simplest: a step that a failure does not need becomes it."""
+
     # What several verbs do
 
     def add(self, job: Job, lasting: bool) -> Job:
@@ -735,6 +738,7 @@ class Life:
 
 # How often each is tried, and in which states it has something to do: mostly it is tried then.
 VERBS: tuple[tuple[Callable[[Life], None], int, tuple[str, ...]], ...] = (
+    (Life.rest, 1, ()),
     (Life.enqueue, 2, ()),
     (Life.enqueue_many, 1, ()),
     (Life.claim, 12, ("ready", "expired")),
