@@ -59,6 +59,8 @@ $$One ordered stream of jobs per queue, kind and priority, and one for those tha
 Not unique: two first registrations at once make two, and claim reads both.$$;
 comment on column taskboard.lanes."returning" is $$Whether it holds jobs claimed before.$$;
 comment on column taskboard.lanes.returns_to is $$The lane that its jobs move to when claimed.$$;
+comment on column taskboard.lanes.waits_in is
+$$Under max_running: the lane for its jobs that were given back, so that it holds those that run.$$;
 comment on column taskboard.lanes.lease is
 $$The queue's lease, from queues.lease.$$;
 comment on column taskboard.lanes.keeps is
