@@ -9,6 +9,7 @@ leased any job: it stands in wherever an attempt is missing.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -169,12 +170,12 @@ def after_status(state: State, op: Op, mine: bool) -> State | None:
     return None if mine else state
 
 
-def explain(ops: Sequence[Op], lost_claims: Sequence[float]) -> bool:
+def explain(ops: Sequence[Op], lost_claims: Sequence[float], attempts: int) -> bool:
     """Tell whether some order of the calls about one job keeps the promises.
 
-    `lost_claims`: when each claim without an answer began.
+    `lost_claims`: when each claim without an answer began; `attempts`: how many there were.
     """
-    attempts = {op.row.attempt for op in ops if op.verb == "claim"}
+    answered = {op.row.attempt for op in ops if op.verb == "claim"}
     first_lost = min(lost_claims, default=NEVER)
     needed = sum(1 << n for n, op in enumerate(ops) if op.known)
     seen: set[tuple[int, State]] = set()
@@ -186,36 +187,59 @@ def explain(ops: Sequence[Op], lost_claims: Sequence[float]) -> bool:
         if (done, state) in seen:
             continue
         seen.add((done, state))
+        if len(seen) > MOST:
+            raise TooMany
         left = [n for n in range(len(ops)) if not done >> n & 1]
         bound = min(ops[n].ended for n in left)
+        steps = [(n, after(state, ops[n])) for n in left if ops[n].began <= bound]
+        # What changes nothing is in order now if it ever is: nothing else need be tried.
+        still = [n for n, then in steps if then == state and ops[n].known]
+        if still:
+            stack.append((done | sum(1 << n for n in still), state))
+            continue
+        stack += [(done | 1 << n, then) for n, then in steps if then not in (None, state)]
         if (
-            state.phase == "live" and state.attempt + 1 not in attempts and first_lost < bound
+            state.phase == "live" and state.attempt < attempts and first_lost < bound
+            and state.attempt + 1 not in answered
             and (state.until is None or state.until.timestamp() <= bound)
         ):  # fmt: skip
-            stack.append(
-                (done, state._replace(
-                    token=f"of lost attempt {state.attempt + 1}", until=None,
-                    attempt=state.attempt + 1))
-            )  # fmt: skip
-        for n in left:
-            if ops[n].began <= bound and (then := after(state, ops[n])) is not None:
-                stack.append((done | 1 << n, then))
+            number = state.attempt + 1
+            stack.append((done, state._replace(
+                token=f"of lost attempt {number}", until=None, attempt=number)))  # fmt: skip
     return False
 
 
-def shortest(ops: Sequence[Op], lost_claims: Sequence[float]) -> list[Op]:
+class TooMany(Exception):
+    """A job's history has too many orders to look at."""
+
+
+MOST: Final = 100_000
+
+
+def shortest(ops: Sequence[Op], lost_claims: Sequence[float], attempts: int) -> list[Op]:
     """The shortest beginning of a history that no order explains."""
-    for now in sorted(op.ended for op in ops if op.known):
-        begun = [
+
+    def until(now: float) -> list[Op]:
+        return [
             op if op.ended <= now else replace(op, ended=NEVER)
             for op in ops
             if op.began < now and (op.ended <= now or op.verb not in ANSWERED)
         ]
+
+    def explained(now: float) -> bool:
         # A claim that answers only later may by now have had its effect.
         later = [op.began for op in ops if op.verb == "claim" and op.began < now < op.ended]
-        if not explain(begun, [*lost_claims, *later]):
-            return sorted(begun, key=lambda op: op.began)
-    return sorted(ops, key=lambda op: op.began)
+        return explain(until(now), [*lost_claims, *later], attempts)
+
+    answers = sorted(op.ended for op in ops if op.known)
+    return until(answers[bisect_left(answers, True, key=lambda now: not explained(now))])
+
+
+def attempts_of(ops: Iterable[Op]) -> int:
+    """How often a job was claimed: it says so in the end; else once more than is known."""
+    ends = [op.row.attempt for op in ops if op.verb == "job"]
+    known = (op.row.attempt for op in ops if op.verb == "claim")
+    return ends[0] if ends else 1 + max(known, default=0)
 
 
 ANSWERED: Final = ("claim", "lease_status", "job")  # are nothing without an answer
@@ -253,6 +277,7 @@ class History:
     problems: list[str] = field(default_factory=list)  # seen at once, without an order
     calls: int = 0
     unanswered: int = 0
+    undecided: int = 0  # jobs with too many orders to look at
 
     def add(self, job_id: UUID, op: Op) -> None:
         self.ops[job_id].append(op)
@@ -264,8 +289,14 @@ class History:
             if len(found) >= most:
                 break
             ops = wait_for_holds(ops, self.holds[job_id])
-            if not explain(ops, self.lost_claims):
-                lines = shortest(ops, self.lost_claims)
+            told = ops, self.lost_claims, attempts_of(ops)
+            try:
+                if explain(*told):
+                    continue
+                lines = shortest(*told)
+            except TooMany:
+                self.undecided += 1
+            else:
                 found.append("\n  ".join([f"no order explains job {job_id}:", *map(str, lines)]))
         return found
 

@@ -61,9 +61,7 @@ class Load:
     def _client(self, name: str) -> Client:
         return Client(self.dsn, name, self.over.is_set)
 
-    def call(
-        self, client: Client, verb: str, owner: Owner, *, happened: bool = True, **more: Any
-    ) -> Any:
+    def call(self, client: Client, verb: str, owner: Owner, **more: Any) -> Any:
         """Call a verb about one lease; answer its row. What is refused by an error is no call."""
         arguments = {"job_id": owner[0], "lease_token": owner[1]} | more
         self.history.calls += 1
@@ -79,19 +77,28 @@ class Load:
             if row is None:
                 return None
             row = Status(row.lease_status)
+        happened = more.get("happened", True)
         self.history.add(owner[0], Op(verb, began, ended, owner[1], row, happened))
         return row
 
     def _claim(self, client: Client, dice: random.Random, most: int) -> list[Any]:
         self.history.calls += 1
-        began = time.time()
+        began, slow = time.time(), dice.random() < 0.15 and not self.calm.is_set()
         try:
+            if slow:
+                client.sql("begin")
             found = client.call("claim", max_jobs=most, lease=dice.choice(LEASES))
+            if slow:
+                time.sleep(dice.random() * 0.05)
+                client.sql(how := dice.choice(("commit", "commit", "rollback")))
+                found = found if how == "commit" else []
         except Unanswered:
             self.history.unanswered += 1
             self.history.lost_claims.append(began)
             return []
         except psycopg.Error:
+            if slow:
+                client.sql("rollback")
             return []
         ended = time.time()
         for job in found:
@@ -154,16 +161,14 @@ class Load:
         owner: Owner,
     ) -> None:  # fmt: skip
         """What a worker does with a lease, in time or late."""
-        if dice.random() < 0.4 and self.call(client, "begin_effect", owner) is not None:
+        while dice.random() < 0.6:
             self._stall(dice)
-            if dice.random() < 0.7:
-                happened = dice.random() < 0.7
-                self.call(client, "end_effect", owner, happened=happened) if happened else (
-                    self._refused(client, owner)
-                )
-        while dice.random() < 0.4:
-            self._stall(dice)
-            self.call(client, "renew", owner)
+            if dice.random() < 0.5:
+                self.call(client, "renew", owner)
+            elif self.call(client, "begin_effect", owner) is not None:
+                self._stall(dice)
+                while dice.random() < 0.6:
+                    self.call(client, "end_effect", owner, happened=dice.random() < 0.7)
         self._stall(dice)
         match dice.choice(("complete",) * 4 + ("fail", "release", "twice", "slowly", "nothing")):
             case "complete":
@@ -180,19 +185,6 @@ class Load:
                 again.result(30)
             case "slowly":
                 self._slowly(client, owner, dice.random() * 0.2)
-
-    def _refused(self, client: Client, owner: Owner) -> None:
-        """Testify that the effect was refused before it took place."""
-        began, ended, row = time.time(), NEVER, None
-        self.history.calls += 1
-        try:
-            found = client.call(
-                "end_effect", job_id=owner[0], lease_token=owner[1], happened=False
-            )
-            ended, row = time.time(), found[0] if found else None
-        except Unanswered:
-            self.history.unanswered += 1
-        self.history.add(owner[0], Op("end_effect", began, ended, owner[1], row, False))
 
     def _later(self, client: Client, owner: Owner) -> None:
         time.sleep(0.015)
