@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -43,8 +44,8 @@ class Load:
     def run(self, seconds: float, producers: int = 2, workers: int = 6) -> History:
         """Faults for some seconds; then none, until all jobs have ended."""
         threads: list[Callable[[], None]] = [self._nemesis, self._holder]
-        threads += [lambda n=n: self._produce(n) for n in range(producers)]  # type: ignore[misc]
-        threads += [lambda n=n: self._work(n) for n in range(workers)]  # type: ignore[misc]
+        threads += [partial(self._produce, n) for n in range(producers)]
+        threads += [partial(self._work, n) for n in range(workers)]
         with ThreadPoolExecutor(len(threads)) as pool:
             running = [pool.submit(thread) for thread in threads]
             try:
@@ -130,6 +131,8 @@ class Load:
                     break
                 except Unanswered:
                     self.history.unanswered += 1
+                except psycopg.Error:  # refused, as by lock_timeout
+                    client.sql("rollback")
             if tries == 1 and not created:
                 self.history.problems.append(f"{key} was enqueued by nobody, and is there")
             self.history.add(job_id, Op("enqueue", began, time.time()))
@@ -142,7 +145,7 @@ class Load:
         client, other = self._client("worker"), self._client("worker")
         with ThreadPoolExecutor(1) as aside:
             while not self.over.is_set():
-                with suppress(psycopg.OperationalError):
+                with suppress(psycopg.OperationalError, Unanswered):
                     jobs = self._claim(client, dice, dice.choice((1, 1, 2, 4)))
                     for job in jobs:
                         owner = (job.job_id, job.lease_token)

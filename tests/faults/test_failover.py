@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from uuid import UUID
 
 import pytest
@@ -15,7 +15,7 @@ import pytest
 from faults import failover
 from faults.calls import Client
 from faults.failover import Claimed, Clients, Enqueued, Standby, issued_twice, lost
-from support import OwnServer, Server
+from support import OwnServer, make_server
 from taskboard.migrate import migrate
 
 Servers = Callable[..., tuple[OwnServer, Standby]]
@@ -24,21 +24,21 @@ QUICK = {"fsync": "off", "autovacuum": "off", "max_wal_size": "128MB"}
 
 
 @pytest.fixture
-def servers(server_factory: Callable[..., Server]) -> Iterator[Servers]:
+def servers(programs: str) -> Iterator[Servers]:
     """Start a primary with Taskboard and a standby that follows it."""
-    made: list[Standby] = []
+    with ExitStack() as stack:
 
-    def start(*, synchronous: bool) -> tuple[OwnServer, Standby]:
-        primary = server_factory(**QUICK)
-        assert isinstance(primary, OwnServer), "a standby needs a server of ours"
-        migrate(primary.dsn())
-        made.append(Standby(primary.bin, QUICK, primary))
-        failover.wait_for_standby(primary, synchronous=synchronous)
-        return primary, made[-1]
+        def start(*, synchronous: bool) -> tuple[OwnServer, Standby]:
+            primary = make_server(programs, QUICK)
+            stack.callback(primary.close)
+            assert isinstance(primary, OwnServer), "a standby needs a server of ours"
+            migrate(primary.dsn())
+            standby = Standby(primary.bin, QUICK, primary)
+            stack.callback(standby.close)
+            failover.wait_for_standby(primary, synchronous=synchronous)
+            return primary, standby
 
-    yield start
-    for standby in made:
-        standby.close()
+        yield start
 
 
 @contextmanager

@@ -33,15 +33,10 @@ QUICK = (
 
 
 @pytest.fixture(scope="module")
-def place(request: pytest.FixtureRequest) -> Iterator[Bench]:
-    place = bench(postgres(request))
+def place(programs: str) -> Iterator[Bench]:
+    place = bench(programs)
     yield place
     place.server.close()
-
-
-def postgres(request: pytest.FixtureRequest) -> str:
-    choice: str = request.config.getoption("--postgres")
-    return choice if "/" in choice and "://" not in choice else "auto"
 
 
 def test_sessions_end_and_the_server_restarts_and_some_order_explains_every_job(
@@ -58,11 +53,9 @@ def test_sessions_end_and_the_server_restarts_and_some_order_explains_every_job(
 
 @pytest.mark.wide
 @pytest.mark.parametrize("what", QUICK)
-def test_histories_show_what_is_wrong_with(
-    what: str, place: Bench, request: pytest.FixtureRequest
-) -> None:
+def test_histories_show_what_is_wrong_with(what: str, place: Bench, programs: str) -> None:
     assert what in NOTICED
-    assert notice(what, postgres(request), place, 1, 40).violations
+    assert notice(what, programs, place, 1, 40).violations
 
 
 def clock(seconds: float) -> datetime:
