@@ -58,11 +58,12 @@ create table if not exists taskboard.lanes (
   priority integer not null,
   "returning" boolean not null,
   returns_to integer not null,
+  waits_in integer,
   keeps boolean not null default true,
   lease interval,
   constraint lanes_key primary key (id),
   constraint lanes_priority_bounded check (priority between 0 and 9),
-  constraint lanes_returning_to_itself check ("returning" = (returns_to = id))
+  constraint lanes_fresh_return_elsewhere check ("returning" or returns_to <> id)
 );
 
 create index if not exists lanes_named

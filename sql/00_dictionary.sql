@@ -62,6 +62,8 @@ comment on column taskboard.lanes.kind is $$Which handler runs it.$$;
 comment on column taskboard.lanes.priority is $$0 to 9; lower runs first.$$;
 comment on column taskboard.lanes."returning" is $$Whether it holds jobs claimed before.$$;
 comment on column taskboard.lanes.returns_to is $$The lane that its jobs move to when claimed.$$;
+comment on column taskboard.lanes.waits_in is
+$$Under max_running: the lane for its jobs that were given back, so that it holds those that run.$$;
 comment on column taskboard.lanes.lease is
 $$The queue's lease, from queues.lease.$$;
 comment on column taskboard.lanes.keeps is

@@ -13,7 +13,14 @@ begin
       ('advance_schedule(text, timestamptz, timestamptz, boolean)', 'uuid'),
       ('advance_schedule(text, timestamptz, timestamptz, boolean, text)', 'uuid'),
       ('check_claim(text[], text[], integer, interval, text)', 'record'),
-      ('floors_due(text, timestamptz)', 'boolean')
+      ('evict(text)', 'taskboard.job_state'),
+      ('floors_due(text, timestamptz)', 'boolean'),
+      ('new_job_id(timestamptz, text)', 'uuid'),
+      ('pause(text)', 'taskboard.queue_state'),
+      ('resolve(uuid, text, boolean)', 'taskboard.job_state'),
+      ('resume(text)', 'taskboard.queue_state'),
+      ('retry(uuid)', 'taskboard.job_state'),
+      ('retry_failed(text, text, integer)', 'taskboard.job_state')
     ) as earlier (signature, result)
     join pg_proc as p on p.oid = to_regprocedure('taskboard.' || earlier.signature)
       and p.prorettype = to_regtype(earlier.result)

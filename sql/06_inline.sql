@@ -11,19 +11,33 @@ comment on function taskboard.exact(interval) is
 $$Turn days and months into seconds (internal).
 '1 day' is 23 to 25 hours by the caller's time zone; what we add to a clock must not be.$$;
 
--- 48 bits of milliseconds, version 7, 58 random bits, 16 bits of shard. The milliseconds have
--- eleven hexadecimal digits until the year 2527.
-create or replace function taskboard.new_job_id(at timestamptz, shard text)
+-- A job id: 48 bits of milliseconds, version 7, 58 random bits, 16 bits of shard. The milliseconds
+-- have eleven hexadecimal digits until the year 2527.
+create or replace function taskboard.job_id_head(at timestamptz)
+returns text
+language sql
+stable
+return concat('0', to_hex((date_part('epoch', at) * 1000)::bigint));
+
+comment on function taskboard.job_id_head(timestamptz) is
+$$Return the first twelve digits of a job id, its time (internal).$$;
+
+-- The seed is random, and a batch counts on from it: strong random numbers cost more than the rest
+-- of an insert.
+create or replace function taskboard.new_job_id(head text, seed uuid, n bigint, shard text)
 returns uuid
 language sql
-volatile
+stable
 return concat(
-  '0', to_hex((date_part('epoch', at) * 1000)::bigint), '7',
-  substr(gen_random_uuid()::text, 16, 17), shard)::uuid;
+  head,
+  to_hex(
+    uuid_hash_extended(seed, n) & x'0fff3fffffffffff'::bigint | x'7000800000000000'::bigint),
+  shard)::uuid;
 
-comment on function taskboard.new_job_id(timestamptz, text) is
+comment on function taskboard.new_job_id(text, uuid, bigint, text) is
 $$Make a time-ordered random job id that carries its shard (internal).
-shard: settings.shard_id. Random and not a sequence: a failover or a restore must never issue an id again.$$;
+head: job_id_head. seed: gen_random_uuid, n: a number for each job of a batch. shard:
+settings.shard_id. Random and not a sequence: a failover or a restore must never issue an id again.$$;
 
 -- A lock that was got is let go at once; what is read is whether we got it.
 create or replace function taskboard.somebody_sleeps(queue text)

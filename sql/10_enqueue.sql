@@ -159,7 +159,9 @@ begin
   loop
     v_now := case when pg_current_xact_id() is not null then clock_timestamp() end;
     insert into taskboard.jobs as j (id, lane_id, claimable_at, run_at, created_at, payload)
-    select taskboard.new_job_id(v_now, s.shard_id), l.id, v_now, v_now, v_now, enqueue.payload
+    select
+      taskboard.new_job_id(taskboard.job_id_head(v_now), gen_random_uuid(), 0, s.shard_id),
+      l.id, v_now, v_now, v_now, enqueue.payload
     from taskboard.lanes as l
     cross join taskboard.settings as s
     where l.queue = enqueue.queue and l.kind = enqueue.kind and l.priority = enqueue.priority

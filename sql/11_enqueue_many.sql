@@ -43,6 +43,10 @@ declare
   v_lane integer;
   v_now timestamptz;
   v_due timestamptz;
+  v_head text;
+  v_seed uuid := gen_random_uuid();
+  v_lease interval;
+  v_timeout interval;
 begin
   perform taskboard.check_options(
     enqueue_many.run_at, enqueue_many.delay, enqueue_many.unique_for,
@@ -82,15 +86,17 @@ begin
   if coalesce(num_nonnulls(variadic enqueue_many.unique_keys), 0) = 0
     and coalesce(num_nonnulls(variadic enqueue_many.serial_keys), 0) = 0
   then
+    v_head := taskboard.job_id_head(v_now);
+    v_lease := taskboard.exact(enqueue_many.lease);
+    v_timeout := taskboard.exact(enqueue_many.timeout);
     return query
     insert into taskboard.jobs as j (
       id, lane_id, place, claimable_at, run_at, created_at, lease, timeout, max_attempts,
       max_lost_leases, on_unknown, headers, payload)
     select
-      taskboard.new_job_id(v_now, v_set.shard_id), v_lane, p.n, greatest(v_due, v_now), v_due, v_now,
-      taskboard.exact(enqueue_many.lease), taskboard.exact(enqueue_many.timeout),
-      enqueue_many.max_attempts, enqueue_many.max_lost_leases, enqueue_many.on_unknown,
-      enqueue_many.headers, p.payload
+      taskboard.new_job_id(v_head, v_seed, p.n, v_set.shard_id), v_lane, p.n,
+      greatest(v_due, v_now), v_due, v_now, v_lease, v_timeout, enqueue_many.max_attempts,
+      enqueue_many.max_lost_leases, enqueue_many.on_unknown, enqueue_many.headers, p.payload
     from unnest(enqueue_many.payloads) with ordinality as p (payload, n)
     returning j.id, true;
     if found and taskboard.somebody_sleeps(enqueue_many.queue) then
@@ -134,12 +140,14 @@ declare
   v_shard text;
   v_rights boolean;
   v_now timestamptz := clock_timestamp();
+  v_head text := taskboard.job_id_head(v_now);
+  v_seed uuid := gen_random_uuid();
   v_unique record;
 begin
   select s.shard_id, s.queue_rights into v_shard, v_rights from taskboard.settings as s;
   v_ids := array(
-    select taskboard.new_job_id(v_now, v_shard)
-    from generate_series(1, cardinality(enqueue_keyed.payloads)));
+    select taskboard.new_job_id(v_head, v_seed, k.n, v_shard)
+    from generate_series(1, cardinality(enqueue_keyed.payloads)) as k (n));
   v_holders := v_ids;
   -- Keys in sorted order, so that two batches with the same keys cannot block each other;
   -- within a key in input order.

@@ -44,7 +44,7 @@ begin
   -- What this session planned a moment ago for the same lanes will do again. See 26_floor.sql.
   v_plan := string_to_array(current_setting('taskboard.plan_' || (v_key & 7)::text, true), '/');
   if v_set.is_fine and not v_set.special and v_plan[1] = v_key::text
-    and date_part('epoch', v_now) - v_plan[2]::float8 between 0 and 0.02
+    and date_part('epoch', v_now) - v_plan[2]::float8 between 0 and v_plan[13]::float8
   then
     select array_agg(picked.ctid), bool_or(picked.marked) into v_picked, v_marked
     from (

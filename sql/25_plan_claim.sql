@@ -41,12 +41,14 @@ begin
     v_cap := plan_claim.max_jobs;
     v_now := clock_timestamp();
     if v_queue.max_running is not null then
+      perform taskboard.part_waiting(v_queue.name); -- lanes that are new
       v_cap := least(v_cap, v_queue.max_running - (
         select count(*)
         from taskboard.lanes as l
         join taskboard.jobs as j on j.lane_id = l.id
-        where l.queue = v_queue.name and l.returning and j.claimable_at > v_now
-          and j.lease_token is not null));
+        where l.queue = v_queue.name and l.returns_to = l.id
+          and j.claimable_at > v_now
+          and j.claimable_at < 'infinity' and j.lease_token is not null));
     end if;
     if v_queue.max_starts is not null then
       delete from taskboard.queue_starts as s
@@ -126,6 +128,9 @@ begin
   update taskboard.lanes as l
   set lease = v_lease
   where l.queue = limit_queue.queue and l.lease is distinct from v_lease;
+  if limit_queue.max_running is not null then
+    perform taskboard.part_waiting(limit_queue.queue);
+  end if;
   perform taskboard.note_queues();
   perform taskboard.note_incident('queue_limited', queue => limit_queue.queue, detail => format(
     'running %s, starts %s per %s', limit_queue.max_running, limit_queue.max_starts,

@@ -36,7 +36,8 @@ begin
   -- A look at the floors only if this transaction has changed nothing: what it changed may still
   -- be undone, by a rollback of a prepared transaction even when the session's notes stay.
   v_look := pick_jobs.first
-    and coalesce(date_part('epoch', clock_timestamp()) - v_known[2]::float8 > 0.02, true);
+    and coalesce(
+      date_part('epoch', clock_timestamp()) - v_known[2]::float8 > v_known[13]::float8, true);
   if v_look then
     v_known := taskboard.plan_scan(
       case when v_set.special then v_open || v_limited else v_open end, pick_jobs.kinds,
@@ -54,7 +55,8 @@ begin
       exit when v_left <= 0;
       -- Should lanes overlap, a second pass fills the batch: from then on without a bound.
       v_half := case when v_pass = 1 then greatest(v_left / 2, 1) else v_left end;
-      v_plan := taskboard.plan_scan(v_from, pick_jobs.kinds, v_known);
+      v_plan := case when v_look and v_pass = 1 and not v_set.special then v_known
+        else taskboard.plan_scan(v_from, pick_jobs.kinds, v_known) end;
       v_now := clock_timestamp();
       v_more := array(
         select due.ctid

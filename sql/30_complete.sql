@@ -33,7 +33,10 @@ begin
     where j.id = complete.job_id and j.lease_token = complete.lease_token
       and l.id = j.lane_id
       and (j.serial_key is null or taskboard.take_job_lock(j.serial_key, j.id))
-    returning j.*, l.queue, l.kind, l.priority, l.keeps
+    returning j.id, j.attempt, l.priority, j.failures, j.lost_leases, j.max_attempts,
+      j.max_lost_leases, j.lease_token, j.run_at, j.created_at, j.claimed_at, j.lease, j.timeout,
+      l.queue, l.kind, j.on_unknown, j.leased_by, j.unique_key, j.serial_key, j.headers, j.payload,
+      l.keeps
   )
   insert into taskboard.history as h (
     id, finished_at, attempt, priority, failures, lost_leases, max_attempts, max_lost_leases,
@@ -102,15 +105,23 @@ set enable_bitmapscan = off
 set jit = off
 as $$
 declare
-  v_row taskboard.completed;
-  v_set taskboard.settings;
+  v_set record;
   v_done record;
   v_tokens uuid[] := complete_many.lease_tokens;
+  v_rows tid[];
   v_locked uuid[];
+  v_results jsonb[];
   v_kept uuid[];
   v_kept_tokens uuid[];
+  v_finished_at timestamptz[];
+  v_keyed boolean;
 begin
-  select s.* into v_set from taskboard.settings as s;
+  select s.claim_jobs, s.payload_bytes, s.queue_rights,
+    -- A job that has a serial key was committed together with its key.
+    exists (select from taskboard.serial_keys as k where k.key >= '') as serial
+  into v_set
+  from taskboard.settings as s
+  where s.one_row;
   perform taskboard.check_pairs(
     complete_many.job_ids, complete_many.lease_tokens, v_set.claim_jobs);
   if complete_many.results is not null then
@@ -128,65 +139,81 @@ begin
 
   -- Serial keys in order, then rows in id order: two batches cannot block each other. Lateral, so
   -- that each job is found by its id, whatever the planner thinks of the table.
-  perform taskboard.take_turn_lock(k.serial_key)
-  from (
-    select distinct j.serial_key
-    from unnest(complete_many.job_ids, v_tokens) as w (id, token)
-    cross join lateral (
-      select j.serial_key
-      from taskboard.jobs as j
-      where j.id = w.id and j.lease_token = w.token and j.serial_key is not null
-      limit 1) as j
-    order by j.serial_key) as k;
-  v_locked := array(
-    select k.id
+  if v_set.serial then
+    perform taskboard.take_turn_lock(k.serial_key)
     from (
-      select w.id, w.token
+      select distinct j.serial_key
       from unnest(complete_many.job_ids, v_tokens) as w (id, token)
+      cross join lateral (
+        select j.serial_key
+        from taskboard.jobs as j
+        where j.id = w.id and j.lease_token = w.token and j.serial_key is not null
+        limit 1) as j
+      order by j.serial_key) as k;
+  end if;
+  select array_agg(k.ctid), array_agg(k.id), array_agg(k.result)
+  into v_rows, v_locked, v_results
+  from (
+    select j.ctid, j.id, w.result
+    from (
+      select w.id, w.token, w.result
+      from unnest(complete_many.job_ids, v_tokens, complete_many.results) as w (id, token, result)
       order by w.id) as w
     cross join lateral (
-      select j.id
+      select j.ctid, j.id
       from taskboard.jobs as j
       where j.id = w.id and j.lease_token = w.token
-      for update) as k);
+      for update) as j) as k;
 
-  for v_done in
-    with gone as (
-      delete from taskboard.jobs as j where j.id = any (v_locked) returning j.*
-    )
+  with gone as (
+    -- Nobody can move the rows that we have locked: the place of each is the quickest way to it.
+    delete from taskboard.jobs as j
+    where j.ctid = any (v_rows)
+    returning j.id, j.lane_id, j.attempt, j.failures, j.lost_leases, j.max_attempts,
+      j.max_lost_leases, j.lease_token, j.run_at, j.created_at, j.claimed_at, j.lease, j.timeout,
+      j.on_unknown, j.leased_by, j.unique_key, j.serial_key, j.headers, j.payload
+  ), kept as (
     insert into taskboard.history as h (
-    id, finished_at, attempt, priority, failures, lost_leases, max_attempts, max_lost_leases,
-    lease_token, run_at, created_at, claimed_at, lease, timeout, state, queue, kind, on_unknown,
-    finished_by, unique_key, serial_key, headers, payload, result)
+      id, finished_at, attempt, priority, failures, lost_leases, max_attempts, max_lost_leases,
+      lease_token, run_at, created_at, claimed_at, lease, timeout, state, queue, kind, on_unknown,
+      finished_by, unique_key, serial_key, headers, payload, result)
     select
       g.id, clock_timestamp(), g.attempt, l.priority, g.failures, g.lost_leases, g.max_attempts,
       g.max_lost_leases, g.lease_token, g.run_at, g.created_at, g.claimed_at, g.lease, g.timeout,
       'completed', l.queue, l.kind, g.on_unknown, g.leased_by, g.unique_key, g.serial_key,
       case when l.keeps then g.headers end, case when l.keeps then g.payload end,
-      case when l.keeps then w.result end
+      case when l.keeps then v_results[array_position(v_locked, g.id)] end
     from gone as g
     join taskboard.lanes as l on l.id = g.lane_id
-    join (
-      select distinct on (u.id, u.token) u.id, u.token, u.result
-      from unnest(complete_many.job_ids, v_tokens, complete_many.results) as u (id, token, result))
-      as w on w.id = g.id and w.token = g.lease_token
-    returning h.id, h.finished_at, h.kind, h.unique_key, h.serial_key, h.lease_token
-  loop
-    if v_done.unique_key is not null then
-      perform taskboard.free_unique_key(v_done.kind, v_done.unique_key, v_done.id);
-    end if;
-    if v_done.serial_key is not null then
-      perform taskboard.hand_over(v_done.serial_key, v_done.id);
-    end if;
-    v_kept := v_kept || v_done.id;
-    v_kept_tokens := v_kept_tokens || v_done.lease_token;
-    v_row := row(v_done.id, v_done.finished_at);
-    return next v_row;
-  end loop;
+    returning h.id, h.finished_at, h.lease_token, h.unique_key, h.serial_key
+  )
+  select array_agg(k.id), array_agg(k.finished_at), array_agg(k.lease_token),
+    bool_or(k.unique_key is not null or k.serial_key is not null)
+  into v_kept, v_finished_at, v_kept_tokens, v_keyed
+  from kept as k;
 
+  if v_keyed then
+    for v_done in
+      select h.id, h.kind, h.unique_key, h.serial_key
+      from unnest(v_kept, v_finished_at) as w (id, at)
+      join taskboard.history as h on h.id = w.id and h.finished_at = w.at
+      where h.unique_key is not null or h.serial_key is not null
+      order by h.id
+    loop
+      if v_done.unique_key is not null then
+        perform taskboard.free_unique_key(v_done.kind, v_done.unique_key, v_done.id);
+      end if;
+      if v_done.serial_key is not null then
+        perform taskboard.hand_over(v_done.serial_key, v_done.id);
+      end if;
+    end loop;
+  end if;
+  -- "is true", so that the index is not searched for each pair of a job and a token.
   update taskboard.effects as e
   set ended_at = clock_timestamp(), happened = true
-  where e.job_id = any (v_kept) and e.lease_token = any (v_kept_tokens) and e.ended_at is null;
+  where e.job_id = any (v_kept) and (e.lease_token = any (v_kept_tokens)) is true
+    and e.ended_at is null;
+  return query select w.id, w.at from unnest(v_kept, v_finished_at) as w (id, at);
 
   if cardinality(complete_many.job_ids) > coalesce(cardinality(v_kept), 0) then
     return query

@@ -92,7 +92,9 @@ declare
 begin
   v_at := v_now + give_back.delay;
   update taskboard.jobs as j
-  set claimable_at = greatest(v_at, v_now), last_token = j.lease_token, lease_token = null,
+  set lane_id = (
+      select coalesce(l.waits_in, l.id) from taskboard.lanes as l where l.id = j.lane_id),
+    claimable_at = greatest(v_at, v_now), last_token = j.lease_token, lease_token = null,
     leased_by = null, lease_granted = null, claimed_at = null
   where j.id = give_back.job_id;
   if taskboard.somebody_sleeps(give_back.queue) then

@@ -1,4 +1,4 @@
-create or replace function taskboard.retry(job_id uuid)
+create or replace function taskboard.retry(job_id uuid, reason text default null)
 returns setof taskboard.job_state
 language plpgsql
 security definer
@@ -68,7 +68,8 @@ begin
     v_old.unique_until_claim, v_old.unique_key, v_old.serial_key, v_old.error, v_old.headers,
     v_old.payload);
   perform taskboard.note_incident(
-    'job_retried', v_old.id, v_old.queue, v_old.kind, detail => 'was ' || v_old.state);
+    'job_retried', v_old.id, v_old.queue, v_old.kind,
+    detail => concat_ws('; ', 'was ' || v_old.state, retry.reason));
   if not v_blocked then
     perform taskboard.wake();
   end if;
@@ -77,16 +78,17 @@ begin
 end
 $$;
 
-comment on function taskboard.retry(uuid) is
+comment on function taskboard.retry(uuid, text) is
 $$Put a finished job back with a new budget of attempts.
 Same id, same idempotency keys. attempt goes on counting; effects that are done stay done.
 A job that waits already is returned as it is, so that a repeat makes no second copy. With a serial
-key it queues up again behind the rest.
+key it queues up again behind the rest. reason: kept with the incident.
 Errors: 22004, TB002 no such job, TB003 it is running, or another job holds its unique key.
 Role: taskboard_operator.$$;
 
 create or replace function taskboard.retry_failed(
-  queue text default null, kind text default null, max_jobs integer default 1000)
+  queue text default null, kind text default null, max_jobs integer default 1000,
+  reason text default null)
 returns setof taskboard.job_state
 language plpgsql
 security definer
@@ -120,7 +122,7 @@ begin
     order by old.serial_key nulls first, old.finished_at
   loop
     begin
-      select r.job_id, r.state into v_row from taskboard.retry(v_id) as r;
+      select r.job_id, r.state into v_row from taskboard.retry(v_id, retry_failed.reason) as r;
       return next v_row;
     exception
       when sqlstate 'TB002' or sqlstate 'TB003' then
@@ -130,7 +132,8 @@ begin
 end
 $$;
 
-comment on function taskboard.retry_failed(text, text, integer) is
+comment on function taskboard.retry_failed(text, text, integer, text) is
 $$Put failed jobs back, oldest first, as retry does.
 Of a queue, a kind, or all; at most max_jobs. Passes over a job whose unique key another job holds.
+reason: kept with the incident of each.
 Role: taskboard_operator.$$;

@@ -1,4 +1,5 @@
-create or replace function taskboard.resolve(job_id uuid, step text, happened boolean)
+create or replace function taskboard.resolve(
+  job_id uuid, step text, happened boolean, reason text default null)
 returns setof taskboard.job_state
 language plpgsql
 security definer
@@ -45,14 +46,15 @@ begin
   perform taskboard.free_held(resolve.job_id);
   perform taskboard.note_incident(
     'job_resolved', resolve.job_id,
-    detail => format('%s happened: %s', resolve.step, resolve.happened));
+    detail => concat_ws('; ', format('%s happened: %s', resolve.step, resolve.happened),
+      resolve.reason));
   v_row := row(resolve.job_id, 'ready');
   return next v_row;
 end
 $$;
 
-comment on function taskboard.resolve(uuid, text, boolean) is
+comment on function taskboard.resolve(uuid, text, boolean, text) is
 $$Answer a held job's question; the job becomes ready.
 happened true: the step is done and is not repeated. false: the step is fresh, the next attempt
-performs it. The same answer again changes nothing.
+performs it. The same answer again changes nothing. reason: kept with the incident.
 Errors: 22004, 22023, TB002 no such job, TB003 not held for this step. Role: taskboard_operator.$$;

@@ -1,4 +1,4 @@
-create or replace function taskboard.evict(worker text)
+create or replace function taskboard.evict(worker text, reason text default null)
 returns setof taskboard.job_state
 language plpgsql
 security definer
@@ -24,15 +24,17 @@ begin
   if cardinality(v_lapsed) > 0 then
     perform taskboard.note_incident(
       'worker_evicted', worker => evict.worker,
-      detail => format('%s leases lapse', cardinality(v_lapsed)));
+      detail => concat_ws('; ', format('%s leases lapse', cardinality(v_lapsed)),
+        evict.reason));
     perform taskboard.wake();
   end if;
 end
 $$;
 
-comment on function taskboard.evict(text) is
+comment on function taskboard.evict(text, text) is
 $$Let all leases of a worker lapse now: its host is known to be dead.
 Returns the jobs; anybody may claim them at once. If the worker lives after all, its renewals are
-refused, and its completions count only until somebody has claimed again.
+refused, and its completions count only until somebody has claimed again. reason: kept with the
+incident.
 Locks the rows for update in id order; waits at most 5 s (55P03).
 Errors: 22004, 22023. Role: taskboard_operator.$$;

@@ -20,7 +20,7 @@ comment on function taskboard.note_queues() is
 $$Note in the settings whether some queue is paused or limited (internal).
 Called after each change of a queue, so that claims need not look at the queues.$$;
 
-create or replace function taskboard.pause(queue text default null)
+create or replace function taskboard.pause(queue text default null, reason text default null)
 returns setof taskboard.queue_state
 language plpgsql
 security definer
@@ -41,15 +41,17 @@ begin
     returning q.name, q.paused_at;
     perform taskboard.note_queues();
   end if;
-  perform taskboard.note_incident('queue_paused', queue => coalesce(pause.queue, 'all'));
+  perform taskboard.note_incident(
+    'queue_paused', queue => coalesce(pause.queue, 'all'), detail => pause.reason);
 end
 $$;
 
-comment on function taskboard.pause(text) is
+comment on function taskboard.pause(text, text) is
 $$Stop claims from a queue, or from all when none is named.
-What runs goes on, enqueueing too. A repeat changes nothing. Role: taskboard_operator.$$;
+What runs goes on, enqueueing too. A repeat changes nothing. reason: kept with the incident.
+Role: taskboard_operator.$$;
 
-create or replace function taskboard.resume(queue text default null)
+create or replace function taskboard.resume(queue text default null, reason text default null)
 returns setof taskboard.queue_state
 language plpgsql
 security definer
@@ -67,12 +69,14 @@ begin
     perform taskboard.note_queues();
     return query select resume.queue, null::timestamptz;
   end if;
-  perform taskboard.note_incident('queue_resumed', queue => coalesce(resume.queue, 'all'));
+  perform taskboard.note_incident(
+    'queue_resumed', queue => coalesce(resume.queue, 'all'), detail => resume.reason);
   perform taskboard.wake();
 end
 $$;
 
-comment on function taskboard.resume(text) is
+comment on function taskboard.resume(text, text) is
 $$Let a queue be claimed again, or end the pause of all if none is named.
 A queue that was paused by its name stays paused until it is resumed by its name.
+reason: kept with the incident.
 Role: taskboard_operator.$$;

@@ -39,6 +39,7 @@ $$;
 \ir 25_plan_claim.sql
 \ir 26_floor.sql
 \ir 27_pick_jobs.sql
+\ir 28_part_waiting.sql
 \ir 30_complete.sql
 \ir 31_fail.sql
 \ir 32_release.sql

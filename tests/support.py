@@ -17,6 +17,7 @@ from typing import IO, Any, Protocol
 from uuid import UUID
 
 import psycopg
+from psycopg import sql
 from psycopg.conninfo import make_conninfo
 from psycopg.sql import SQL, Composed
 
@@ -265,6 +266,27 @@ def rows(conn: Connection, sql: str | SQL | Composed, args: Any = None) -> list[
 def expire(db: Connection, job_id: UUID) -> None:
     """Let a job's lease run out, or a waiting job become due: its deadline is past on return."""
     db.execute("update taskboard.jobs set claimable_at = clock_timestamp() where id = %s", [job_id])
+
+
+def add_empty(db: Connection) -> None:
+    """Add a procedure to a database, public.empty(), that takes away every row."""
+    tables = rows(
+        db,
+        "select relname from pg_class where relnamespace = 'taskboard'::regnamespace"
+        " and relkind in ('r', 'p') and not relispartition"
+        " and relname <> 'migrations' and relname !~ '^_?yoyo'",
+    )
+    db.execute(
+        sql.SQL(
+            "create procedure public.empty() language sql begin atomic {};"
+            " insert into taskboard.settings default values; end"
+        ).format(
+            sql.SQL("; ").join(
+                sql.SQL("delete from taskboard.{}").format(sql.Identifier(table))
+                for (table,) in tables
+            )
+        )
+    )
 
 
 def wait_until_blocked(observer: Connection, pid: int, seconds: float = 5.0) -> list[int]:

@@ -32,7 +32,7 @@ from taskboard.migrate import migrate
 FINISHED = """
 insert into {table} (id, finished_at, attempt, priority, failures, lost_leases, lease_token, run_at,
   created_at, claimed_at, state, queue, kind, on_unknown, finished_by, payload)
-select taskboard.new_job_id(d.at, '0000'), d.at, 1, 5, 0, 0, gen_random_uuid(), {at}, {at}, {at},
+select gen_random_uuid(), d.at, 1, 5, 0, 0, gen_random_uuid(), {at}, {at}, {at},
   'completed', 'default', 'mail', 'retry', 'worker', {payload}
 from generate_series(1, {rows}) as n
 cross join lateral (select {at} + n * interval '1 ms' as at) as d

@@ -329,10 +329,10 @@ def test_settings_of_the_caller_do_not_change_what_ours_do(attacker: Connection)
     forged = [
         f"taskboard.plan_{claims & 7} = '{claims}/{now}/{rest}'"
         for rest in (
-            "/".join(["{}"] * 10),
+            "/".join([*["{}"] * 10, "0.02"]),
             "/".join(["{1,2,1}", late, "{0,0,0}", "{1,2,3}", "{1,1,1}", "{0,0,0}", late, late]
-                     + ["{0,0,0}"] * 2),
-            "/".join(["{9}", "{0}", "{0}", "{2}"] + ["{0}"] * 6),
+                     + ["{0,0,0}"] * 2 + ["0.02"]),
+            "/".join(["{9}", "{0}", "{0}", "{2}"] + ["{0}"] * 6 + ["0.02"]),
         )
     ] + [f"taskboard.plan_{n} = '{text}'" for n in range(8) for text in ("x", "1/2/3", "{}")]
     for setting in (*SETTINGS, *forged):

@@ -25,6 +25,7 @@ OPERATOR: Final = "races/test_operator_races.py::"
 LIMIT: Final = "races/test_limit_races.py::"
 HISTORY: Final = "races/test_limit_history.py::"
 BATCH: Final = "races/test_batches_do_not_deadlock.py::"
+MODEL: Final = "sql/test_life_by_model.py::test_every_life_goes_as_the_model_says"
 GATE: Final = (
     RENEW + "test_gate_that_was_reached_in_time_but_passed_too_late_is_refused[merely locks-"
 )
@@ -120,6 +121,7 @@ MUTANTS: Final = (
         (
             CLAIM + "test_expiry_claim_and_completion_in_every_order_complete_a_job_once"
             "[expire claim complete-B]",
+            MODEL,
         ),
     ),
     Mutant(
@@ -230,6 +232,7 @@ MUTANTS: Final = (
             CLAIM + "test_expiry_claim_and_completion_in_every_order_complete_a_job_once"
             "[expire claim complete-B]",
             CLAIM + "test_eight_sessions_get_each_of_many_jobs_once_and_never_wait",
+            MODEL,
         ),
     ),
     Mutant(
@@ -242,7 +245,7 @@ MUTANTS: Final = (
                 "where h.id = complete.job_id",
             ),
         ),
-        (COMPLETE + "test_completion_repeated_by_anybody_else_gets_nothing",),
+        (COMPLETE + "test_completion_repeated_by_anybody_else_gets_nothing", MODEL),
     ),
     Mutant(
         "completion not repeatable",
@@ -257,6 +260,7 @@ MUTANTS: Final = (
         (
             COMPLETE + "test_completion_repeated_while_the_first_is_committing_gets_the_same_row"
             "[complete-commit]",
+            MODEL,
         ),
     ),
     Mutant(
@@ -293,6 +297,14 @@ MUTANTS: Final = (
         "41_retry.sql",
         (("  where h.id = retry.job_id\n  for update;", "  where h.id = retry.job_id;"),),
         (OPERATOR + "test_two_retries_at_once_bring_one_job_back[commit]",),
+    ),
+    Mutant(
+        "failed jobs of one serial key come back in another order",
+        "serial",
+        "41_retry.sql",
+        (("order by old.serial_key nulls first, old.finished_at\n",
+          "order by old.serial_key nulls first, old.finished_at desc\n"),),
+        (MODEL,),
     ),
     Mutant(
         "exhausted jobs ended without looking who holds them",
@@ -383,7 +395,10 @@ MUTANTS: Final = (
         "unique",
         "04_keys.sql",
         (("    and (u.held_until is null or u.held_until <= v_now);", "    and false;"),),
-        (UNIQUE + "test_producer_waits_for_a_holder_that_is_just_finishing[commit-complete]",),
+        (
+            UNIQUE + "test_producer_waits_for_a_holder_that_is_just_finishing[commit-complete]",
+            MODEL,
+        ),
     ),
     Mutant(
         "an effect that is done looks done to its own attempt only",
@@ -403,7 +418,10 @@ MUTANTS: Final = (
         "E1",
         "33_effects.sql",
         (("(e.ended_at is null or (not e.happened and end_effect.happened))", "true"),),
-        (EFFECT + "test_state_of_an_effect_is_never_fresh_again_after_done_whoever_says_what",),
+        (
+            EFFECT + "test_state_of_an_effect_is_never_fresh_again_after_done_whoever_says_what",
+            MODEL,
+        ),
     ),
     Mutant(
         "effect key per attempt",
@@ -415,7 +433,10 @@ MUTANTS: Final = (
                 "begin_effect.job_id || '/' || begin_effect.lease_token;",
             ),
         ),
-        (EFFECT + "test_state_of_an_effect_is_never_fresh_again_after_done_whoever_says_what",),
+        (
+            EFFECT + "test_state_of_an_effect_is_never_fresh_again_after_done_whoever_says_what",
+            MODEL,
+        ),
     ),
     Mutant(
         "evidence that does not lock the job",

@@ -6,17 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
+from hypothesis import Phase
 from psycopg import sql
 
-from support import Connection, Server, rows, session
+from support import Connection, Server, add_empty, rows, session
 
 pytest.register_assert_rewrite("verbs")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "rows_only: changes rows and nothing else; may share a database with others"
-    )
 
 
 @dataclass(slots=True)
@@ -43,23 +38,7 @@ def shared(server: Server, template: str) -> Iterator[Shared]:
             )
         )
         with session(server.dsn(name), "db") as own:
-            own.execute(
-                sql.SQL(
-                    "create procedure public.empty() language sql begin atomic {};"
-                    " insert into taskboard.settings default values; end"
-                ).format(
-                    sql.SQL("; ").join(
-                        sql.SQL("delete from taskboard.{}").format(sql.Identifier(table))
-                        for (table,) in rows(
-                            own,
-                            "select relname from pg_class"
-                            " where relnamespace = 'taskboard'::regnamespace"
-                            " and relkind in ('r', 'p') and not relispartition"
-                            " and relname <> 'migrations' and relname !~ '^_?yoyo'",
-                        )
-                    )
-                )
-            )
+            add_empty(own)
             yield Shared(server.dsn(name), own)
         conn.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(name)))
 
@@ -91,6 +70,24 @@ def db(request: pytest.FixtureRequest, dsn: str) -> Iterator[Connection]:
     else:
         with session(dsn, "db") as conn:
             yield conn
+
+
+@pytest.fixture
+def empty(request: pytest.FixtureRequest, db: Connection) -> Callable[[], None]:
+    """Takes away every row, in the middle of a test."""
+    if shares(request) is None:
+        add_empty(db)
+
+    def take_away() -> None:
+        db.execute("call public.empty()")
+
+    return take_away
+
+
+@pytest.fixture
+def phases() -> tuple[Phase, ...]:
+    """What Hypothesis does: it looks for a failure, and shortens it."""
+    return (Phase.generate, Phase.shrink)
 
 
 @pytest.fixture

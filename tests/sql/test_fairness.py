@@ -18,9 +18,9 @@ def fill(db: Db, kind: str, count: int) -> None:
 
 
 def rounds(db: Db, batch: int, **how: Any) -> tuple[int, int]:
-    """Work until all good jobs are done, bad ones always fail; how many batches, and failures."""
+    """Work until good jobs are done and bad ones were tried; how many batches, and failures."""
     done = batches = failures = 0
-    while done < GOOD:
+    while done < GOOD or failures < BAD:
         jobs = claim(db, max_jobs=batch)
         batches += 1
         good = [job for job in jobs if job["kind"] == "good"]

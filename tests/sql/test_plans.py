@@ -22,7 +22,9 @@ def fill(db: Db, sets: str, count: int = MANY, kind: str = "mail", returning: bo
         insert into taskboard.jobs (
           id, lane_id, run_at, created_at, payload, claimable_at, lease_token, leased_by,
           lease_granted, claimed_at, attempt, waits_for, serial_key, serial_no)
-        select taskboard.new_job_id(clock_timestamp(), '0000'), l.id, clock_timestamp(),
+        select taskboard.new_job_id(
+          taskboard.job_id_head(clock_timestamp()), gen_random_uuid(), 0, '0000'),
+          l.id, clock_timestamp(),
           clock_timestamp(), '{{"n": 1}}', {sets}
         from generate_series(1, %(count)s) as n
         cross join lateral (
@@ -343,6 +345,56 @@ def test_a_batch_changes_the_row_of_a_serial_key_once_however_many_jobs_it_adds(
     )
     query(db, "commit")
     assert changes["count"] == 4
+
+
+@pytest.mark.parametrize("limit", ["first", "when all wait already"])
+def test_jobs_that_wait_make_a_claim_under_max_running_no_dearer(
+    db: Db, connect: Connect, limit: str
+) -> None:
+    for _ in range(40):
+        call(db, "enqueue", kind="mail")
+    session = connect()
+    if limit == "first":
+        call(db, "limit_queue", queue="default", max_running=20)
+    jobs = claim(session, max_jobs=20)
+    for job in jobs[:8]:
+        call(session, "fail", **own(job), retry_in="1 hour")
+    for job in jobs[8:15]:
+        call(session, "release", **own(job), delay="1 hour")
+    # A thousand for each, and what waits for a turn or a person.
+    query(
+        db,
+        "insert into taskboard.jobs (id, lane_id, claimable_at, run_at, created_at, payload,"
+        "  waits_for)"
+        " select gen_random_uuid(), j.lane_id, case n.n % 20 when 0 then 'infinity' else"
+        "  j.claimable_at end, j.run_at, j.created_at, j.payload,"
+        "  case n.n % 20 when 0 then 'person' end"
+        " from taskboard.jobs as j, generate_series(1, 2000) as n"
+        " where j.attempt > 0 and j.lease_token is null",
+    )
+    call(db, "limit_queue", queue="default", max_running=10)
+    claim(session, max_jobs=1)
+    costs = [touched(session, arguments="max_jobs => 1") for _ in range(3)]
+    assert max(costs) < 200, costs
+    (row,) = query(db, "select count(*) from taskboard.job_list where state = 'running'")
+    assert row["count"] == 9
+    assert len(claim(session, max_jobs=10)) == 1
+    # One of a kind that is newer than the limit, and one whose time has come.
+    call(db, "enqueue", kind="new", priority=0)
+    call(session, "complete_many", **pairs(*jobs[15:]))
+    (new,) = claim(session)
+    call(session, "release", **own(new), delay="0")
+    query(db, "update taskboard.jobs set claimable_at = clock_timestamp() where id = %(id)s",
+          id=jobs[0]["job_id"])  # fmt: skip
+    again = claim(session, max_jobs=3)
+    assert {new["job_id"], jobs[0]["job_id"]} <= {job["job_id"] for job in again}
+    (row,) = query(
+        db,
+        "select bool_and((l.returns_to = l.id) = (j.lease_token is not null)) as apart"
+        " from taskboard.jobs as j join taskboard.lanes as l on l.id = j.lane_id"
+        " where l.returning and j.claimable_at < 'infinity'",
+    )
+    assert row["apart"] is True
 
 
 # Looks of people and boards, and how many buffers each may touch.

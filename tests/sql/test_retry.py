@@ -225,6 +225,19 @@ def test_all_failed_jobs_of_a_queue_or_kind_come_back(db: Db) -> None:
     assert states(db, mail, bill, other) == ["ready"] * 3
 
 
+def test_the_reason_is_kept_with_the_incident_of_each_and_a_long_one_is_cut(db: Db) -> None:
+    first, second, long, silent = (failed(db)["job_id"] for _ in range(4))
+    call(db, "retry", job_id=long, reason="long" * 1000)
+    call(db, "retry", job_id=silent)
+    call(db, "retry_failed", reason="printer is back")
+    rows = query(db, "select job_id, detail from taskboard.incident_list"
+                 " where what = 'job_retried'")  # fmt: skip
+    assert {row["job_id"]: row["detail"] for row in rows} == {
+        first: "was failed; printer is back", second: "was failed; printer is back",
+        long: ("was failed; " + "long" * 1000)[:1000], silent: "was failed",
+    }  # fmt: skip
+
+
 def test_the_oldest_failures_come_back_first(db: Db) -> None:
     first, second, third = (failed(db)["job_id"] for _ in range(3))
     assert ids(call(db, "retry_failed", max_jobs=2)) == {first, second}

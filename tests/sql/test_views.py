@@ -294,24 +294,28 @@ def test_operators_acts_are_recorded_with_their_role_and_reason(
     operator = connect()
     operator.execute("set role taskboard_operator")
     call(operator, "cancel", job_id=waiting, reason="wrong month")
-    call(operator, "retry", job_id=waiting)
+    call(operator, "retry", job_id=waiting, reason="right after all")
     call(operator, "cancel", job_id=running["job_id"], reason="too long")
-    call(operator, "evict", worker="a")
+    call(operator, "evict", worker="a", reason="burnt")
     call(operator, "cancel", job_id=running["job_id"], reason="hangs", force=True)
-    call(operator, "resolve", job_id=held["job_id"], step="main", happened=True)
-    call(operator, "pause", queue="default")
-    call(operator, "resume", queue="default")
+    call(operator, "resolve", job_id=held["job_id"], step="main", happened=True, reason="asked")
+    call(operator, "pause", queue="default", reason="dunning")
+    call(operator, "resume", queue="default", reason="paid")
+    call(operator, "pause", reason="fire")
+    call(operator, "resume")
     rows = query(
         db, "select * from taskboard.incident_list where id > %(last)s order by id", last=last
     )
     assert [(row["what"], row["job_id"], row["detail"]) for row in rows] == [
         ("job_cancelled", waiting, "wrong month"),
-        ("job_retried", waiting, "was cancelled"),
+        ("job_retried", waiting, "was cancelled; right after all"),
         ("cancel_requested", running["job_id"], "too long"),
-        ("worker_evicted", None, "1 leases lapse"),
+        ("worker_evicted", None, "1 leases lapse; burnt"),
         ("job_cancelled", running["job_id"], "hangs"),
-        ("job_resolved", held["job_id"], "main happened: t"),
-        ("queue_paused", None, None),
+        ("job_resolved", held["job_id"], "main happened: t; asked"),
+        ("queue_paused", None, "dunning"),
+        ("queue_resumed", None, "paid"),
+        ("queue_paused", None, "fire"),
         ("queue_resumed", None, None),
     ]
     assert {row["by_role"] for row in rows} == {"taskboard_operator"}

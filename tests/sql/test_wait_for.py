@@ -116,6 +116,19 @@ def test_who_waits_holds_up_nobody(db: Db, connect: Connect) -> None:
         assert answer.result()[0]["state"] == "cancelled"
 
 
+def test_pauses_between_looks_grow_with_the_time_waited(connect: Connect) -> None:
+    producer = connect("producer")
+    query(producer, "begin")
+    call(producer, "wait_for", job_id=uuid4(), at_most="0.5 s")
+    (row,) = query(
+        producer,
+        "select coalesce(seq_scan, 0) + coalesce(idx_scan, 0) as looks"
+        " from pg_stat_xact_user_tables where relid = 'taskboard.history_default'::regclass",
+    )
+    # Ten in the first 50 ms, then one for each tenth more: no more than 36, on a busy host fewer.
+    assert 4 <= row["looks"] <= 36
+
+
 def test_a_wait_can_be_interrupted(db: Db, connect: Connect) -> None:
     job_id, producer = enqueue(db), connect("producer")
     with ThreadPoolExecutor(1) as thread:

@@ -98,11 +98,12 @@ JOB = argument("job_id", type=job_id, metavar="ID", help="the job")
 JOBS = argument("job_id", type=job_id, nargs="+", metavar="ID", help="the jobs")
 LIMIT = argument("--limit", type=count, default=50, metavar="N", help="at most so many (50)")
 QUEUE, KIND = argument("--queue", help="only this queue"), argument("--kind", help="only this kind")
+REASON = argument("--reason", metavar="TEXT", help="kept with the incident")
 SCHEDULE = argument("name", metavar="NAME", help="the schedule")
 
 
 def choose_retry(given: Given) -> str:
-    if given["job_id"] and given.keys() == {"job_id"}:
+    if given["job_id"] and given.keys() <= {"job_id", "reason"}:
         return "select * from taskboard.retry({call})"
     if given.pop("failed", False) and not given["job_id"]:
         return "select * from taskboard.retry_failed({call})"
@@ -115,6 +116,8 @@ def choose_pause(verb: str) -> Callable[[Given], str]:
             return f"select * from taskboard.{verb}({{call}})"
         if "queue" in given:
             raise Mistake(f"{verb} a queue or a schedule?", "name one of them")
+        if "reason" in given:
+            raise Mistake("no reason is kept of a schedule", "leave --reason out")
         paused = str(verb == "pause").lower()
         return f"select taskboard.pause_schedule({{call}}, paused => {paused})"
 
@@ -142,7 +145,7 @@ def pausing(verb: str, summary: str, done: str) -> Verb:
     return Verb(
         verb, summary, f"taskboard {verb} mails", OPERATOR, choose_pause(verb),
         (argument("queue", nargs="?", metavar="QUEUE", help="none: all queues"),
-         argument("--schedule", dest="name", metavar="NAME", help="a schedule instead")),
+         argument("--schedule", dest="name", metavar="NAME", help="a schedule instead"), REASON),
         one=True, done=done, none="there is no such schedule",
     )  # fmt: skip
 
@@ -201,7 +204,7 @@ VERBS = (
         (argument("job_id", type=job_id, nargs="*", metavar="ID", help="the jobs"),
          flag("--failed", help="all that failed, the oldest first"), QUEUE, KIND,
          argument("--limit", dest="max_jobs", type=count, metavar="N",
-                  help="with --failed: at most so many (1000)")),
+                  help="with --failed: at most so many (1000)"), REASON),
         each="job_id", none="nothing has failed",
     ),
     Verb(
@@ -218,7 +221,7 @@ VERBS = (
         "select * from taskboard.resolve({call})",
         (JOB, argument("step", metavar="STEP", help="which effect; see taskboard job ID"),
          argument("--happened", type=yes_no, required=True, metavar="yes|no",
-                  help="yes: it is not repeated")),
+                  help="yes: it is not repeated"), REASON),
         one=True,
     ),
     pausing("pause", "let nobody claim from a queue; what runs goes on", "paused"),
@@ -226,7 +229,7 @@ VERBS = (
     Verb(
         "evict", "let the leases of a dead worker lapse now",
         "taskboard evict web-3-4711", OPERATOR, "select * from taskboard.evict({call})",
-        (argument("worker", metavar="WORKER", help="see taskboard workers"),),
+        (argument("worker", metavar="WORKER", help="see taskboard workers"), REASON),
         none="this worker holds no lease",
     ),
     Verb(

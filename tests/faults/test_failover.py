@@ -1,0 +1,127 @@
+"""Failover under load: with a synchronous standby nothing that was acknowledged is lost.
+
+The same load on an asynchronous standby that fell behind does lose some: the tests can see it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from uuid import UUID
+
+import pytest
+
+from faults import failover
+from faults.calls import Client
+from faults.failover import Claimed, Clients, Enqueued, Standby, issued_twice, lost
+from support import OwnServer, make_server
+from taskboard.migrate import migrate
+
+Servers = Callable[..., tuple[OwnServer, Standby]]
+
+QUICK = {"fsync": "off", "autovacuum": "off", "max_wal_size": "128MB"}
+
+
+@pytest.fixture
+def servers(programs: str) -> Iterator[Servers]:
+    """Start a primary with Taskboard and a standby that follows it."""
+    with ExitStack() as stack:
+
+        def start(*, synchronous: bool) -> tuple[OwnServer, Standby]:
+            primary = make_server(programs, QUICK)
+            stack.callback(primary.close)
+            assert isinstance(primary, OwnServer), "a standby needs a server of ours"
+            migrate(primary.dsn())
+            standby = Standby(primary.bin, QUICK, primary)
+            stack.callback(standby.close)
+            failover.wait_for_standby(primary, synchronous=synchronous)
+            return primary, standby
+
+        yield start
+
+
+@contextmanager
+def load(clients: Clients, before: float = 1.0, after: float = 0.5) -> Iterator[None]:
+    """Run clients for a while before and after what happens in between."""
+    with clients.at_work():
+        time.sleep(before)
+        yield
+        time.sleep(after)
+
+
+def test_primary_killed_under_load_and_its_synchronous_standby_has_all_that_was_acknowledged(
+    servers: Servers,
+) -> None:
+    primary, standby = servers(synchronous=True)
+    clients = Clients(failover.both(primary, standby))
+    with load(clients):
+        failover.kill(primary)
+        before = len(clients.enqueued), len(clients.completed)
+        failover.promote(standby)
+    missing = lost(clients)
+    print(clients.figures(), missing.figures())
+    assert (missing.enqueues, missing.completions) == ([], [])
+    assert issued_twice(clients) == []
+    # The load was one: calls were in flight, and their repetitions had one effect.
+    assert min(before) > 20 and len(clients.unanswered) >= 3
+    assert len(clients.enqueued) > before[0] and len(clients.completed) > before[1]
+    keys = [line.key for line in clients.enqueued]
+    assert len(set(keys)) == len(keys) == len({line.job_id for line in clients.enqueued})
+    assert len({line.job_id for line in clients.completed}) == len(keys)
+
+
+def test_asynchronous_standby_that_fell_behind_loses_jobs_and_yet_no_id_or_key_comes_again(
+    servers: Servers,
+) -> None:
+    primary, standby = servers(synchronous=False)
+    clients = Clients(failover.both(primary, standby))
+    with load(clients):
+        failover.stop_receiving(standby)
+        time.sleep(0.3)
+        failover.kill(primary)
+        failover.promote(standby)
+    missing = lost(clients)
+    print(clients.figures(), missing.figures())
+    assert len(missing.enqueues) > 3 and len(missing.completions) > 3
+    assert issued_twice(clients) == []
+
+
+def test_what_looks_for_a_second_issue_finds_ids_tokens_and_keys() -> None:
+    clients = Clients("")
+    one, other, token = UUID(int=1), UUID(int=2), UUID(int=3)
+    clients.enqueued += [Enqueued("a", one), Enqueued("b", other)]
+    clients.claimed += [Claimed(one, token, "a")]
+    clients.effects += [("1/main", "a"), ("1/main", "a")]
+    assert issued_twice(clients) == []
+    clients.enqueued += [Enqueued("c", one)]
+    clients.claimed += [Claimed(other, token, "b")]
+    clients.effects += [("1/main", "b")]
+    assert len(issued_twice(clients)) == 3
+
+
+def test_owner_of_a_claim_that_a_failover_lost_is_fenced_off_though_the_attempt_comes_again(
+    servers: Servers,
+) -> None:
+    primary, standby = servers(synchronous=False)
+    client = Client(failover.both(primary, standby), "client")
+    ((job_id, _),) = client.call("enqueue", kind="k")
+    (caught_up,) = client.sql("select pg_current_wal_flush_lsn()")
+    failover.wait_for_replay(standby, caught_up[0])
+    failover.stop_receiving(standby)
+    (lost_claim,) = client.call("claim")
+    (effect,) = client.call("begin_effect", job_id=job_id, lease_token=lost_claim.lease_token)
+    failover.kill(primary)
+    failover.promote(standby)
+    client = Client(client.dsn, "client")
+    (claim,) = client.call("claim")
+    assert (claim.job_id, claim.attempt) == (job_id, lost_claim.attempt)
+    old = {"job_id": job_id, "lease_token": lost_claim.lease_token}
+    for verb in ("renew", "complete", "fail", "release", "begin_effect"):
+        assert client.call(verb, **old) == [], verb
+    new = {"job_id": job_id, "lease_token": claim.lease_token}
+    # The record of the effect is gone as well; its key is not.
+    (again,) = client.call("begin_effect", **new)
+    assert (again.idempotency_key, again.state) == (effect.idempotency_key, "fresh")
+    assert len(client.call("complete", **new)) == 1
+    client.close()
