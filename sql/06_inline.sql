@@ -36,8 +36,8 @@ return concat(
 
 comment on function taskboard.new_job_id(text, uuid, bigint, text) is
 $$Make a time-ordered random job id that carries its shard (internal).
-head: job_id_head. seed: gen_random_uuid, n: a number for each job of a batch. shard:
-settings.shard_id. Random and not a sequence: a failover or a restore must never issue an id again.$$;
+head: job_id_head. seed: gen_random_uuid; n: a number for each job of a batch. shard:
+settings.shard_id. Random and not a sequence: no failover or restore may issue an id again.$$;
 
 -- A lock that was got is let go at once; what is read is whether we got it.
 create or replace function taskboard.somebody_sleeps(queue text)

@@ -17,8 +17,8 @@ set enable_memoize = off
 set jit = off
 as $$
 declare
-  v_worker text := coalesce(
-    claim.worker, nullif(current_setting('application_name'), ''), 'pid-' || pg_backend_pid()::text);
+  v_worker text := coalesce(claim.worker, nullif(current_setting('application_name'), ''),
+    'pid-' || pg_backend_pid()::text);
   v_lease interval := claim.lease;
   v_key bigint := hashtextextended(format('%s/%s', claim.queues, claim.kinds), 0);
   v_half bigint := greatest(claim.max_jobs / 2, 1);

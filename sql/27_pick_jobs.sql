@@ -94,8 +94,9 @@ $$;
 
 comment on function taskboard.pick_jobs(text[], text[], integer, bigint, boolean, tid[]) is
 $$Pick and lock what a claim is to lease, at leisure (internal).
-With everything that may have to be heard: limits, rights, floors, new lanes, exhausted jobs. key: queues and kinds, hashed. first: the
-transaction has changed nothing yet. picked: what the claim has locked already; it comes first.$$;
+With everything that may have to be heard: limits, rights, floors, new lanes, exhausted jobs.
+key: queues and kinds, hashed. first: the transaction has changed nothing yet. picked: what the
+claim has locked already; it comes first.$$;
 
 create or replace function taskboard.sweep_exhausted(plan text[], now timestamptz, most integer)
 returns bigint
