@@ -17,7 +17,7 @@
 --   7, 8 among how many lanes the half is divided, and what rounds it up
 --   9 when each floor was last begun anew
 --   10, 11, 12 candidates: date, transaction id (0 for none) and place
---   13 for how many seconds claims do with it: 20 ms, or ten times what it took to make
+--   13 for how many seconds claims do with it: 20 ms; of many lanes ten times what it took
 
 create or replace function taskboard.read_plan(key bigint, at timestamptz)
 returns text[]
@@ -114,6 +114,7 @@ declare
   v_ids bigint[] := plan_scan.old[11]::bigint[];
   v_candidate_places integer[] := plan_scan.old[12]::integer[];
   v_plan text[];
+  v_kept text[];
   v_took numeric;
 begin
   -- One statement, hence one snapshot, for the rows and for who is still running.
@@ -174,15 +175,18 @@ begin
     order by n.priority, s.side, n.nth) as p;
   v_took := extract(epoch from clock_timestamp()) - v_at;
   v_plan[2] := (v_at + v_took)::text;
-  v_plan := v_plan || least(greatest(0.02, 10 * v_took), 30)::text;
+  v_plan := v_plan || '0.02'::text;
+  v_kept := v_plan;
+  if cardinality(v_plan[3]::integer[]) > 96 then
+    -- The first of many lanes will do; a batch that they do not fill is planned anew.
+    v_kept := v_plan[:2] || array(
+      select ((field.value::numeric[])[:96])::text
+      from unnest(v_plan[3:12]) with ordinality as field (value, n)
+      order by field.n) || least(greatest(0.02, 10 * v_took), 30)::text;
+  end if;
   if v_raise and v_plan[3] is not null then
-    perform set_config('taskboard.plan_' || (plan_scan.key & 7)::text, array_to_string(
-      case when cardinality(v_plan[3]::integer[]) <= 96 then v_plan
-        -- The first of many lanes will do; a batch that they do not fill is planned anew.
-        else v_plan[:2] || array(
-          select ((field.value::numeric[])[:96])::text
-          from unnest(v_plan[3:12]) with ordinality as field (value, n)
-          order by field.n) || v_plan[13] end, '/'), false);
+    perform set_config(
+      'taskboard.plan_' || (plan_scan.key & 7)::text, array_to_string(v_kept, '/'), false);
   end if;
   return v_plan;
 end
