@@ -15,6 +15,8 @@ begin
       ('check_claim(text[], text[], integer, interval, text)', 'record'),
       ('evict(text)', 'taskboard.job_state'),
       ('floors_due(text, timestamptz)', 'boolean'),
+      ('instant(bigint)', 'timestamptz'),
+      ('microseconds(timestamptz)', 'bigint'),
       ('new_job_id(timestamptz, text)', 'uuid'),
       ('pause(text)', 'taskboard.queue_state'),
       ('resolve(uuid, text, boolean)', 'taskboard.job_state'),

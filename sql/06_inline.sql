@@ -63,21 +63,3 @@ return case when pg_column_compression(document) is null
 
 comment on function taskboard.document_bytes(jsonb) is
 $$Measure a document, in bytes (internal).$$;
-
-create or replace function taskboard.microseconds(at timestamptz)
-returns bigint
-language sql
-immutable
-return (extract(epoch from at) * 1000000)::bigint;
-
-comment on function taskboard.microseconds(timestamptz) is
-$$Turn an instant into microseconds since 1970 (internal).$$;
-
-create or replace function taskboard.instant(microseconds bigint)
-returns timestamptz
-language sql
-immutable
-return 'epoch'::timestamptz + microseconds * '1 microsecond'::interval;
-
-comment on function taskboard.instant(bigint) is
-$$Turn microseconds since 1970 into an instant, exactly (internal).$$;
