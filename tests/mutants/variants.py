@@ -102,6 +102,13 @@ MUTANTS: Final = (
         (PLAN + "test_remembered_claim_passes_over_a_lease_just_being_extended[commit]",),
     ),
     Mutant(
+        "a remembered plan does not hear of a pause or a limit",
+        "limits",
+        "20_claim.sql",
+        (("v_set.is_fine and not v_set.special and v_plan", "v_set.is_fine and v_plan"),),
+        (PLAN + "test_remembered_plan_is_not_followed_into_a_queue_that_is_paused_or_limited",),
+    ),
+    Mutant(
         "a remembered plan forgets whose budget is used up",
         "L1",
         "20_claim.sql",

@@ -122,3 +122,17 @@ def test_remembered_claim_late_in_a_transaction_grants_a_whole_lease(
         a.begin("repeatable read")
         a.call("claim")
     a.end("rollback")
+
+
+def test_remembered_plan_is_not_followed_into_a_queue_that_is_paused_or_limited(
+    quick: Named,
+) -> None:
+    a, b = quick("A"), quick("B")
+    job_id = a.enqueue()
+    for verb, options in (
+        ("pause", {"queue": "default"}), ("pause", {}), ("limit_queue", {"queue": "default"}),
+    ):  # fmt: skip
+        a.call(verb, **options, **({"max_running": 0} if verb == "limit_queue" else {}))
+        assert b.at_once("claim") == []
+        a.call("resume" if verb == "pause" else verb, **options)
+    assert b.claim().job_id == job_id

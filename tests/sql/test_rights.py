@@ -312,6 +312,29 @@ def test_a_session_keeps_no_notes_about_foreign_lanes(db: Db, limited: Db) -> No
     assert noted and noted.isdisjoint(lane["id"] for lane in foreign)
 
 
+def test_a_forged_plan_of_foreign_lanes_gives_a_limited_role_nothing(db: Db, limited: Db) -> None:
+    for _ in range(3):
+        enqueue(db, queue="theirs")
+    forge = """
+        select set_config('taskboard.plan_' || (key & 7), concat_ws('/', key,
+          extract(epoch from clock_timestamp()), %(lanes)s::integer[], zeros, zeros, sides, ones,
+          zeros, zeros, zeros, zeros, zeros, 30), false)
+        from (select hashtextextended(format('%%s/%%s', null::text[], null::text[]), 0) as key,
+          array_fill(0, n) as zeros, array_fill(1, n) as ones, array_fill(2, n) as sides
+          from (select array[cardinality(%(lanes)s::integer[])] as n) as one) as plan"""
+    lanes = [
+        row["id"]
+        for row in query(db, "select id from taskboard.lanes where queue = 'theirs' order by id")
+    ]
+    query(limited, forge, lanes=lanes)
+    assert claim(limited) == []
+    # Who is not limited may believe it.
+    query(db, "delete from taskboard.queue_rights")
+    query(db, "update taskboard.settings set queue_rights = false")
+    query(limited, forge, lanes=lanes)
+    assert len(claim(limited)) == 1
+
+
 def test_a_definer_function_of_the_application_does_not_lift_the_limit(
     db: Db, limited: Db
 ) -> None:
