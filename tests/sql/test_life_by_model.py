@@ -11,7 +11,7 @@ wrong before it is shown (for a minute, where it must). For long, and otherwise 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, TypeVar
@@ -33,6 +33,7 @@ QUEUES = ("default", "side")
 KINDS = ("mail", "post")
 EFFECTS = ("main", "send/2")
 HOUR = "1 hour"
+FACES = 2520  # divisible by all that is small
 LEASED = ("running", "expired")
 FINAL = ("completed", "failed", "cancelled")
 A_LINE_FAILED = "two or more of a serial key failed"
@@ -120,7 +121,7 @@ class Life:
     """The model, and the verbs that are tried on it and on the database."""
 
     workers: dict[str, Connection]
-    draw: Callable[[st.SearchStrategy[int]], int] = NotImplemented
+    dice: Iterator[int] = field(init=False)  # of this step, each 0 to FACES - 1
     log: list[str] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
     keys: dict[tuple[str, str], Key] = field(default_factory=dict)
@@ -135,10 +136,10 @@ class Life:
     # Choices
 
     def pick(self, options: Sequence[T]) -> T:
-        return options[self.draw(st.integers(0, len(options) - 1))]
+        return options[next(self.dice, 0) * len(options) // FACES]
 
     def now_and_then(self, of_ten: int) -> bool:
-        return self.draw(st.integers(1, 10)) > 10 - of_ten
+        return self.pick(range(10)) >= 10 - of_ten
 
     def a_job(self, *states: str) -> Job:
         """Any job, more likely one in a state that the verb is meant for, and with a past."""
@@ -178,7 +179,7 @@ class Life:
         any_time = self.now_and_then(1)
         # Of all verbs, however few have something to do: then a choice means the same verb still
         # when what came before it is left out.
-        for _ in range(20):
+        for _ in range(12):
             verb, wanted = self.pick(CHOICES)
             if any_time or not wanted or states & {*wanted}:
                 break
@@ -779,9 +780,11 @@ class Lives(RuleBasedStateMachine):
         self.life = Life(workers)
         set_default(self.life.db, "backoff", "10 minutes")
 
-    @rule(data=st.data())
-    def step(self, data: st.DataObject) -> None:
-        self.life.draw = data.draw
+    # All dice of a step at once, and always as many: the database is free to choose (which of two
+    # lanes of one priority it serves first), and then the rest of a life goes another way.
+    @rule(dice=st.tuples(*[st.integers(0, FACES - 1)] * 36))
+    def step(self, dice: tuple[int, ...]) -> None:
+        self.life.dice = iter(dice)
         try:
             self.life.step()
             self.life.compare()
