@@ -109,7 +109,7 @@ declare
   v_done record;
   v_tokens uuid[] := complete_many.lease_tokens;
   v_rows tid[];
-  v_locked uuid[];
+  v_with_result uuid[];
   v_results jsonb[];
   v_kept uuid[];
   v_kept_tokens uuid[];
@@ -151,8 +151,9 @@ begin
         limit 1) as j
       order by j.serial_key) as k;
   end if;
-  select array_agg(k.ctid), array_agg(k.id), array_agg(k.result)
-  into v_rows, v_locked, v_results
+  select array_agg(k.ctid), array_agg(k.id) filter (where k.result is not null),
+    array_agg(k.result) filter (where k.result is not null)
+  into v_rows, v_with_result, v_results
   from (
     select j.ctid, j.id, w.result
     from (
@@ -182,9 +183,10 @@ begin
       g.max_lost_leases, g.lease_token, g.run_at, g.created_at, g.claimed_at, g.lease, g.timeout,
       'completed', l.queue, l.kind, g.on_unknown, g.leased_by, g.unique_key, g.serial_key,
       case when l.keeps then g.headers end, case when l.keeps then g.payload end,
-      case when l.keeps then v_results[array_position(v_locked, g.id)] end
+      case when l.keeps then w.result end
     from gone as g
     join taskboard.lanes as l on l.id = g.lane_id
+    left join unnest(v_with_result, v_results) as w (id, result) on w.id = g.id
     returning h.id, h.finished_at, h.lease_token, h.unique_key, h.serial_key
   )
   select array_agg(k.id), array_agg(k.finished_at), array_agg(k.lease_token),

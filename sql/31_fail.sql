@@ -76,6 +76,62 @@ An effect that was begun and not ended stays open, that is, unknown.
 Locks the row of the serial key, then the job for update; waits at most 5 s (55P03).
 Errors: 22004, 22023. Role: taskboard_worker.$$;
 
+create or replace function taskboard.fail_many(
+  job_ids uuid[], lease_tokens uuid[], errors text[] default null,
+  retry_ins interval[] default null, permanents boolean[] default null)
+returns setof taskboard.given_back
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '5s'
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+#variable_conflict use_column
+begin
+  perform taskboard.check_pairs(fail_many.job_ids, fail_many.lease_tokens, s.claim_jobs)
+  from taskboard.settings as s;
+  if cardinality(fail_many.errors) <> cardinality(fail_many.job_ids)
+    or cardinality(fail_many.retry_ins) <> cardinality(fail_many.job_ids)
+    or cardinality(fail_many.permanents) <> cardinality(fail_many.job_ids)
+  then
+    raise exception using errcode = '22023', message = 'the arrays differ in length',
+      hint = 'Give one error, retry_in and permanent for each job, or null for all of them.';
+  end if;
+  -- As in complete_many: serial keys in order, then rows in id order.
+  perform taskboard.take_turn_lock(k.serial_key)
+  from (
+    select distinct j.serial_key
+    from unnest(fail_many.job_ids, fail_many.lease_tokens) as w (id, token)
+    cross join lateral (
+      select j.serial_key
+      from taskboard.jobs as j
+      where j.id = w.id and j.lease_token = w.token and j.serial_key is not null
+      limit 1) as j
+    order by j.serial_key) as k;
+  return query
+  select f.job_id, f.state, f.claimable_at
+  from (
+    select w.*
+    from unnest(
+      fail_many.job_ids, fail_many.lease_tokens, fail_many.errors, fail_many.retry_ins,
+      fail_many.permanents) as w (id, token, error, retry_in, permanent)
+    order by w.id) as w
+  cross join lateral taskboard.fail(
+    w.id, w.token, w.error, w.retry_in,
+    case when fail_many.permanents is null then false else w.permanent end) as f;
+end
+$$;
+
+comment on function taskboard.fail_many(uuid[], uuid[], text[], interval[], boolean[]) is
+$$Fail many attempts in one call, each as in fail.
+One row for each that is recorded, with its state and claimable_at as of fail; a job without a row
+is not yours. lease_tokens and, if given, errors, retry_ins (null: the backoff) and permanents have
+one element for each of job_ids.
+Locks serial keys in order, then rows in id order; waits at most 5 s (55P03).
+Errors: 22004, 22023. Role: taskboard_worker.$$;
+
 create or replace function taskboard.give_back(job_id uuid, queue text, delay interval)
 returns taskboard.given_back
 language plpgsql

@@ -24,6 +24,7 @@ declare
     complete             worker
     complete_many        worker
     fail                 worker
+    fail_many            worker
     release              worker
     require_lease        worker
     lease_status         worker

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import logging
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -63,8 +62,7 @@ class Attempt:
     async def run(self, worker: Worker) -> Ending:
         """Run the handler; answer how it ended, unless it was cancelled."""
         try:
-            headers = json.loads(str(self.job.headers)) if self.job.headers else {}
-            job = replace(self.job, payload=json.loads(self.job.payload), headers=headers)
+            job = self.job.read()
         except (ValueError, RecursionError) as exc:
             return judge(Permanent(f"the payload cannot be read: {clean(exc)}"))
         context = Context(job, self.lease, worker)

@@ -9,9 +9,10 @@ import random
 import re
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar
+from uuid import UUID
 
 import psycopg
 from psycopg import AsyncConnection, IsolationLevel
@@ -231,6 +232,11 @@ def one(call: str, shape: Callable[..., T]) -> Call[T | None]:
 
     ask.__doc__ = call
     return ask
+
+
+def array(ids: Iterable[UUID]) -> str:
+    """Make the text of an array: many times quicker than an adapter for each element."""
+    return f"{{{','.join(map(str, ids))}}}"
 
 
 def as_it_is(value: T) -> T:

@@ -1,8 +1,7 @@
 """What the runner asks of the database: one coroutine per function, in the order of sql/.
 
 This is the only file with SQL in it, and all of it is calls. Arguments are those of the function,
-in its order; documents are JSON texts. Instants stay in the database: what comes back are
-durations.
+in its order; documents are JSON texts. Instants stay in the database: durations come back.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from taskboard.connections import Call, Connection, as_it_is, every, one
 from taskboard.job import Effect, Failed, Job, Renewed
 
 LEASE_LOST = "TB001"  # raised by require_lease
-
-
 version = one("select taskboard.version()", str)
 _backend_pid = one("select pg_backend_pid() from taskboard.version()", int)
 # True: the sleeper's mark is set as well. False: call again soon.
@@ -32,7 +29,8 @@ _claim = every(
 )
 renew = one("select job_id from taskboard.renew(%s, %s)", bool)
 renew_many = every(
-    "select job_id, outcome, cancel_requested from taskboard.renew_many(%s, %s)", Renewed
+    "select job_id, outcome, cancel_requested from taskboard.renew_many(%s::uuid[], %s::uuid[])",
+    Renewed,
 )
 require_lease = one("select job_id from taskboard.require_lease(%s, %s)", bool)
 lease_status = one("select taskboard.lease_status(%s, %s)", str)
@@ -44,12 +42,18 @@ next_claimable_in: Call[float | None] = one(
 )
 complete = one("select job_id from taskboard.complete(%s, %s, %s)", bool)
 complete_many: Call[list[UUID]] = every(
-    "select job_id from taskboard.complete_many(%s, %s, %s::jsonb[])", as_it_is
+    "select job_id from taskboard.complete_many(%s::uuid[], %s::uuid[], %s::jsonb[])", as_it_is
 )
 fail = one(
-    "select state, case when isfinite(claimable_at)"
+    "select job_id, state, case when isfinite(claimable_at)"
     " then extract(epoch from claimable_at - clock_timestamp())::float8 end"
     " from taskboard.fail(%s, %s, %s, %s, %s)",
+    Failed,
+)
+fail_many = every(
+    "select job_id, state, case when isfinite(claimable_at)"
+    " then extract(epoch from claimable_at - clock_timestamp())::float8 end"
+    " from taskboard.fail_many(%s::uuid[], %s::uuid[], %s, %s, %s)",
     Failed,
 )
 release = one("select state from taskboard.release(%s, %s, %s)", str)

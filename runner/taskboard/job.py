@@ -27,6 +27,14 @@ class Job:
     timeout: timedelta
     headers: dict[str, Any] = field(default_factory=dict, repr=False)
 
+    def read(self) -> Job:
+        """Return the job with its documents, which come as JSON texts. Raises ValueError."""
+        return Job(
+            self.id, self.queue, self.kind, json.loads(self.payload), self.attempt,
+            self.max_attempts, self.failures, self.lease, self.timeout,
+            json.loads(str(self.headers)) if self.headers else {},
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Effect:
@@ -51,8 +59,9 @@ class Renewed(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """The answer of fail: the job's state and, if it is to run again, in how many seconds."""
+    """An answer of fail: the job's state and, if it is to run again, in how many seconds."""
 
+    job_id: UUID
     state: str
     again_in: float | None
 

@@ -20,7 +20,7 @@ from uuid import UUID
 import psycopg
 
 from taskboard import db
-from taskboard.connections import Dial, Link, Weather
+from taskboard.connections import Dial, Link, Weather, array
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class Renewer(threading.Thread):
         left = min(lease.deadline for lease in due) - sent_at
         # Dialling and asking may take this long each, and never past the first deadline.
         link.within = max(min(10.0, min(lease.length for lease in due) / 4, left / 2), 0.05)
-        job_ids, tokens = (list(each) for each in zip(*(o.owner for o in due), strict=True))
+        job_ids, tokens = (array(each) for each in zip(*(o.owner for o in due), strict=True))
         try:
             answers = {one.job_id: one for one in await link.call(db.renew_many, job_ids, tokens)}
         except (Weather, psycopg.Error) as exc:

@@ -6,12 +6,13 @@ import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
+from uuid import UUID
 
 import psycopg
 
 from taskboard import db
 from taskboard.attempts import Attempt
-from taskboard.connections import Call, InTheWay, Link, Weather, one_line
+from taskboard.connections import Call, InTheWay, Link, Weather, array, one_line
 from taskboard.job import Ending, Failed, clean
 from taskboard.leases import now
 
@@ -52,7 +53,8 @@ class Settler:
             self._wanted.clear()
             batch = list(self.waiting)[:BATCH]
             try:
-                await self._complete([a for a in batch if a.ending.verb == "complete"])
+                for verb in ("complete", "fail"):
+                    await self._settle_many(verb, [a for a in batch if a.ending.verb == verb])
                 for attempt in batch:
                     if attempt in self.waiting:
                         await self._settle(attempt)
@@ -61,28 +63,31 @@ class Settler:
             if self.waiting:
                 self._wanted.set()
 
-    async def _complete(self, attempts: list[Attempt]) -> None:
-        """Complete together what need not be alone."""
+    async def _settle_many(self, verb: str, attempts: list[Attempt]) -> None:
+        """Complete or fail together what need not be alone."""
         together = [attempt for attempt in attempts if not attempt.alone]
         if len(together) < 2:
             return
+        owners = (attempt.lease.owner for attempt in together)
+        ids, tokens = (array(each) for each in zip(*owners, strict=True))
+        endings = [attempt.ending for attempt in together]
+        answers: dict[UUID, Any]
         try:
-            recorded = await self._link.call(
-                db.complete_many,
-                [attempt.lease.owner[0] for attempt in together],
-                [attempt.lease.owner[1] for attempt in together],
-                [attempt.ending.result for attempt in together],
-            )
+            if verb == "complete":
+                results = [ending.result for ending in endings]
+                asked = ids, tokens, results if any(results) else None
+                answers = dict.fromkeys(await self._link.call(db.complete_many, *asked), True)
+            else:
+                more = (list(each) for each in zip(*(e.arguments for e in endings), strict=True))
+                failed = await self._link.call(db.fail_many, ids, tokens, *more)
+                answers = {answer.job_id: answer for answer in failed}
         except (InTheWay, psycopg.Error):
-            # One row that is locked, or one result that is refused, holds up no others.
-            for attempt in together:
-                attempt.alone = True
-            return
-        ids = set(recorded)
+            # One row that is locked, or one document that is refused, holds up no others.
+            answers = {}
         for attempt in together:
             attempt.alone = True
-            if attempt.job.id in ids:
-                self._close(attempt, "completed")
+            if answer := answers.get(attempt.job.id):
+                self._note(attempt, answer)
 
     async def _settle(self, attempt: Attempt) -> None:
         ending, owner = attempt.ending, attempt.lease.owner
@@ -102,6 +107,11 @@ class Settler:
                 attempt.ending = ending.strip(clean(exc))
                 return
             status = f"settling was refused: {clean(exc)}"
+        self._note(attempt, answer, status)
+
+    def _note(self, attempt: Attempt, answer: Any, status: str = "") -> None:
+        """Conclude from the database's answer, or from the token's status where there is none."""
+        ending = attempt.ending
         ours = bool(answer) or (ending.verb in ("fail", "release") and status in SETTLED)
         what = f"{ending.verb}d"
         if not answer:

@@ -32,8 +32,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FINE, BROKEN, JOBS_FAILED, STUCK = 0, 1, 3, 4  # exit codes; 2 is a usage error
-# Seconds.
-POLL, POLL_LISTENING = 1.0, 5.0
+POLL, POLL_LISTENING = 1.0, 5.0  # seconds
 SETTLES_WITHIN = 5.0  # what has ended is tried to be settled, at the end
 ANSWERS_WITHIN = 10.0  # a call; longer than the 5 s that functions wait for a lock
 MAINTAIN_EVERY = 60.0
@@ -123,7 +122,9 @@ class Worker:
         settings, missed = self._settings, 0
         while not self._stopping.is_set():
             self._stirred.clear()
-            free = settings.slots - max(len(self._running), len(self._settler.waiting))
+            # The next batch is claimed while the last is settled, which must keep up with that.
+            free = settings.slots - len(self._running)
+            free -= max(0, len(self._settler.waiting) - settings.slots)
             if free <= 0:
                 if len(self._running) - len(self._alive()) >= settings.slots:
                     log.error("all %d slots hold handlers that do not end", settings.slots)

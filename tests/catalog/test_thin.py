@@ -66,7 +66,7 @@ def calls(path: Path) -> list[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and name_of(node.func) in MAKERS:
             text = getattr(node.args[0], "value", None)
-            call = CALL.fullmatch(str(text).replace("::jsonb[]", ""))
+            call = CALL.fullmatch(re.sub(r"::(jsonb|uuid)\[\]", "", str(text)))
             assert call, f"{path.name}, line {node.lineno}: no call of a function: {text}"
             found.append((node.lineno, call[1]))
     return [name for _, name in sorted(found)]

@@ -205,20 +205,43 @@ def test_a_completion_whose_answer_is_lost_is_told_from_a_lost_lease(
 
 
 @pytest.mark.parametrize("max_attempts", [1, 2])
+@pytest.mark.parametrize("verb, batch", [("fail", 1), ("fail_many", 4)])
 def test_a_failure_whose_answer_is_lost_is_recorded_once(
-    dsn: str, db: Connection, caplog: pytest.LogCaptureFixture, max_attempts: int
-) -> None:
+    dsn: str, db: Connection, caplog: pytest.LogCaptureFixture, max_attempts: int, verb: str,
+    batch: int,
+) -> None:  # fmt: skip
     async def handler(ctx: Context) -> None:
-        proxy.lose_reply_to = b"taskboard.fail"
+        proxy.lose_reply_to = f"taskboard.{verb}(".encode()
         raise Retry("no", retry_in=timedelta(hours=1))
 
-    job = enqueue(db, "k", max_attempts=max_attempts)
+    jobs = [enqueue(db, "k", max_attempts=max_attempts) for _ in range(batch)]
     with TcpProxy(dsn) as proxy:
         assert drain(proxy.dsn, {"k": handler}) == 3
         assert proxy.replies_lost == 1
-    assert state(db, job)["failures"] == 1
-    assert state(db, job)["state"] == ("failed" if max_attempts == 1 else "scheduled")
+    for job in jobs:
+        assert state(db, job)["failures"] == 1
+        assert state(db, job)["state"] == ("failed" if max_attempts == 1 else "scheduled")
     assert "lease lost" not in caplog.text
+
+
+def test_failures_that_come_together_keep_what_each_handler_said(
+    dsn: str, db: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def handler(ctx: Context) -> None:
+        match ctx.job.payload["n"]:
+            case 0:
+                raise Permanent("never")
+            case 1:
+                raise Retry("later", retry_in=timedelta(hours=1))
+            case _:
+                raise ValueError("no\0pe")
+
+    jobs = [enqueue(db, "k", {"n": n}) for n in range(3)]
+    assert drain(dsn, {"k": handler}) == 3
+    assert [state(db, job)["state"] for job in jobs] == ["failed", "scheduled", "scheduled"]
+    assert documents(db, jobs[0])[1] == "never"
+    assert f"job={jobs[1]} kind=k attempt=1 failed, again in 3600 s," in caplog.text
+    assert f"job={jobs[0]} kind=k attempt=1 failed 0." in caplog.text
 
 
 def take_over(db: Connection, job_id: Any) -> Any:
@@ -250,26 +273,57 @@ def test_a_completion_after_a_reclaim_changes_nothing_and_stops_nobody(
     assert caplog.text.count("lease lost") == 1
 
 
-def test_one_locked_row_does_not_hold_up_the_completions_beside_it(
-    dsn: str, db: Connection, connect: Callable[..., Connection]
+@pytest.mark.parametrize("verb, ends_as", [("complete", "completed"), ("fail", "failed")])
+def test_one_locked_row_does_not_hold_up_what_ends_beside_it(
+    dsn: str, db: Connection, connect: Callable[..., Connection], verb: str, ends_as: str
 ) -> None:
     locker = connect("locker", autocommit=False)
 
     async def handler(ctx: Context) -> None:
         if ctx.job.payload:
             locker.execute("select from taskboard.jobs where id = %s for update", [ctx.job.id])
+        if verb == "fail":
+            raise Permanent("no")
 
     async def scenario() -> None:
         async with running(dsn, {"k": handler}):
             await until(lambda: db.execute("select 1 from taskboard.jobs").rowcount == 1, within=9)
             assert state(db, stuck)["state"] == "running"
             locker.rollback()
-            await until(lambda: state(db, stuck)["state"] == "completed", within=9)
+            await until(lambda: state(db, stuck)["state"] == ends_as, within=9)
 
-    db.execute("alter function taskboard.complete_many set lock_timeout = '200ms'")
-    db.execute("alter function taskboard.complete set lock_timeout = '200ms'")
+    for function in (verb, f"{verb}_many"):
+        db.execute(f"alter function taskboard.{function} set lock_timeout = '200ms'")
     stuck, _ = enqueue(db, "k", {"lock": True}), [enqueue(db, "k") for _ in range(3)]
     asyncio.run(scenario())
+
+
+def test_what_cannot_be_settled_stops_claims_at_twice_the_slots(
+    dsn: str, db: Connection, connect: Callable[..., Connection]
+) -> None:
+    locker, most = connect("locker", autocommit=False), 0
+
+    async def handler(ctx: Context) -> None:
+        nonlocal most
+        locker.execute("select from taskboard.jobs where id = %s for update", [ctx.job.id])
+        started.append(ctx.job.id)
+        held = "select count(*) from taskboard.jobs where lease_token is not null"
+        most = max(most, int((db.execute(held).fetchone() or [0])[0]))
+
+    async def scenario() -> None:
+        async with running(dsn, {"k": handler}, pool=6):
+            await until(lambda: len(started) == 8)
+            locker.commit()
+            await until(lambda: len(started) == len(jobs))
+            locker.commit()
+            await until(lambda: {state(db, job)["state"] for job in jobs} == {"completed"})
+
+    for function in ("complete", "complete_many"):
+        db.execute(f"alter function taskboard.{function} set lock_timeout = '100ms'")
+    started: list[Any] = []
+    jobs = [enqueue(db, "k") for _ in range(12)]
+    asyncio.run(scenario())
+    assert most == 8 and len({*started}) == len(started) == 12
 
 
 # Fences and effects.
