@@ -115,7 +115,4 @@ def log_to_stderr(as_json: bool) -> None:
     plain = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
     out.setFormatter(JsonLines() if as_json else plain)
     logging.basicConfig(level=logging.INFO, handlers=[out])
-    # What neither format shows; to find it out took a third of the time of a short job.
-    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
-    logging._srcfile = ""  # as the documentation of logging says under optimization
     logging.getLogger("psycopg.pool").setLevel(logging.ERROR)  # it reports each failed try

@@ -135,4 +135,6 @@ class Settler:
             }  # fmt: skip
             line = "job=%(job)s kind=%(kind)s attempt=%(attempt)d %(outcome)s %(seconds).2fs"
             line += ": %(note)s" if note else ""
-            log.log(level, line, fields | {"note": note}, extra={"fields": fields})
+            # By hand, because log.log() looks for its caller: a tenth of the time of a short job.
+            where, said, more = (__file__, 0), fields | {"note": note}, {"fields": fields}
+            log.handle(log.makeRecord(log.name, level, *where, line, said, None, extra=more))
