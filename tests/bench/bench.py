@@ -47,7 +47,7 @@ ROWS: dict[str, Row] = {
     "pickup": rows_runner.pickup,
     "wake": rows_wake.wake,
 }
-SMOKE = Options(seconds=0.1, rounds=1, clients=(2,), scale=0.0005, sustained=2, turns=3)
+SMOKE = Options(seconds=0.1, rounds=1, clients=(2,), scale=0.0005, sustained=1, turns=3)
 
 
 def arguments() -> argparse.Namespace:
@@ -90,7 +90,7 @@ def main() -> None:
             sys.exit(f"no row {name}; there are {', '.join(ROWS)}")
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
-        rig = Rig(given.postgres, Path(folder))
+        rig = Rig(given.postgres, Path(folder), careless=given.smoke)
         try:
             rig.protocol = given.protocol
             machine = describe(rig, Path(folder))

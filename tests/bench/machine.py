@@ -17,10 +17,11 @@ from time import perf_counter
 from typing import Any
 
 import psycopg
+from psycopg.conninfo import conninfo_to_dict
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support import make_server
+from support import CARELESS, OwnServer, make_server
 
 Db = psycopg.Connection[Any]
 
@@ -48,8 +49,11 @@ class Run:
 class Rig:
     """A durable server on loopback, and pgbench: scripts in a file, no Python in the loop."""
 
-    def __init__(self, choice: str, folder: Path, **settings: str) -> None:
-        self.server = make_server(choice, SETTINGS | settings)
+    def __init__(
+        self, choice: str, folder: Path, careless: bool = False, **settings: str
+    ) -> None:
+        """`careless`: nothing is made durable, for a run that measures nothing."""
+        self.server = make_server(choice, (CARELESS if careless else SETTINGS) | settings)
         self.folder = folder
         self.pgbench = Path(self.server.name) / "pgbench"
         if not self.pgbench.exists():
@@ -65,6 +69,14 @@ class Rig:
         with self.connect() as db:
             db.execute(f"create database {name}".encode())
         return self.server.dsn(name)
+
+    def tcp(self, dsn: str) -> str:
+        """The same database by loopback: not every driver can name a socket."""
+        if not isinstance(self.server, OwnServer):
+            return dsn
+        found = conninfo_to_dict(dsn)
+        secret = (self.server.folder / "pgpass").read_text().strip().rsplit(":", 1)[1]
+        return f"postgresql://postgres:{secret}@127.0.0.1:{found['port']}/{found['dbname']}"
 
     def connect(self, dsn: str | None = None) -> Db:
         return psycopg.connect(

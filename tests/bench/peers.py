@@ -79,7 +79,7 @@ def ready(
             sides.append(make())
         except Exception as exc:
             said = exc.stderr if isinstance(exc, subprocess.CalledProcessError) else str(exc)
-            absent[name] = " ".join(str(said).split())[-160:]
+            absent[name] = " ".join(str(said or exc).split())[-160:]
             say(f"{name} is left out: {absent[name]}")
     return sides, absent
 
@@ -109,10 +109,10 @@ def prepare(peer: Peer, rig: Rig, folder: Path) -> Side:
     def drain(n: int) -> str:
         text = one if n == 1 else many
         assert text is not None
-        return text.replace("@N@", str(n)).replace(" \\gset\n", " \\gset\n").replace(";\n;", ";\n")
+        return text.replace("@N@", str(n))
 
     side = Side(
-        peer.name, lambda rig, dsn: call("install", dsn) and None,
+        peer.name, lambda rig, dsn: call("install", rig.tcp(dsn)) and None,
         enqueue=scripts["enqueue"], bulk=lambda n: scripts["bulk"].replace("@N@", str(n)),
         drain=drain if one else None, waiting=told["waiting"], tables=told["tables"],
         worker=lambda dsn, slots, what: [

@@ -28,7 +28,7 @@ GOALS = {10: "ahead of every Python peer", 50: "≥ 15,000, ahead of every Pytho
 
 @contextmanager
 def working(
-    side: Side, slots: int, what: str, seconds: float, jobs: int
+    rig: Rig, side: Side, slots: int, what: str, seconds: float, jobs: int
 ) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
     """A worker of this side, until the end of the block; and the file where its handler writes."""
     assert side.worker is not None
@@ -36,7 +36,7 @@ def working(
         out, log = Path(folder, "out"), Path(folder, "log")
         out.touch()
         env = os.environ | {
-            "TASKBOARD_DATABASE_URL": side.dsn, "BENCH_DSN": side.dsn, "BENCH_OUT": str(out),
+            "TASKBOARD_DATABASE_URL": rig.tcp(side.dsn), "BENCH_DSN": rig.tcp(side.dsn), "BENCH_OUT": str(out),
             "BENCH_MODE": what, "BENCH_SECONDS": str(seconds), "BENCH_JOBS": str(jobs),
             "BENCH_SLOTS": str(slots),
             "PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}",
@@ -90,7 +90,7 @@ def runner(rig: Rig, sides: Sequence[Side], options: Options) -> list[Line]:
         with rig.connect(side.dsn) as db:
             side.empty(db)
             side.fill(db, jobs)
-        with working(side, slots, "rate", seconds, jobs) as (out, process):
+        with working(rig, side, slots, "rate", seconds, jobs) as (out, process):
             (line, *_) = wait_for(out, process, 1, seconds * 6 + 30)
         guess[side.name] = rate = float(line.split()[1])
         return rate
@@ -134,7 +134,7 @@ def pickup(rig: Rig, sides: Sequence[Side], options: Options) -> list[Line]:
 def pick_up(rig: Rig, side: Side, samples: int) -> list[float]:
     with rig.connect(side.dsn) as db:
         side.empty(db)
-        with working(side, 10, "pickup", 0, 0) as (out, process):
+        with working(rig, side, 10, "pickup", 0, 0) as (out, process):
             sent: dict[int, float] = {}
             warm = max(samples // 10, 2)
             for n in range(samples + warm):
@@ -142,7 +142,7 @@ def pick_up(rig: Rig, side: Side, samples: int) -> list[float]:
                 db.execute(side.enqueue.replace(PAYLOAD, payload).encode())
                 sent[n] = time()
                 wait_for(out, process, n + 1, 30)
-                sleep(random.uniform(0.02, 0.04))
+                sleep(random.uniform(0.04, 0.08))
             found = wait_for(out, process, samples + warm, 30)
     began = {int(line.split()[0]): float(line.split()[1]) for line in found}
     return [(began[n] - sent[n]) * 1000 for n in range(warm, samples + warm)]

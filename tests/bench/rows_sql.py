@@ -91,7 +91,7 @@ def bulk(rig: Rig, sides: Sequence[Side], options: Options) -> list[Line]:
             lambda side, count=count: measure(side, count),
         )
         for count in (1000, 100_000)
-        if count * options.scale >= 1000
+        if count == 1000 or options.scale >= 0.1
     ]  # fmt: skip
 
 
@@ -139,10 +139,10 @@ def drained(
             rates[side.name] = rate = moved / found.transactions * found.tps
             return rate
 
-    for side in sides:
+    able = [side for side in sides if side.drain is not None and side.most >= n]
+    for side in able:
         with rig.connect(side.dsn) as db:
             side.empty(db)
-    able = [side for side in sides if side.drain is not None and side.most >= n]
     goal = "≥ 0.80, above graphile-worker" if n == 1 else "≥ 0.80"
     line = Line(row, what, "jobs/s", goal)
     for side in sides:
@@ -170,9 +170,9 @@ def sustained(rig: Rig, sides: Sequence[Side], options: Options) -> list[Line]:
         if side.drain is None:
             continue
         ours = side.name == "Taskboard"
-        seconds = options.sustained if ours else max(2.0, options.sustained / 3)
+        seconds = options.sustained if ours else max(1.0, options.sustained / 3)
         try:
-            free = run_long(rig, side, clients, max(2.0, options.sustained / 3), "")
+            free = run_long(rig, side, clients, max(1.0, options.sustained / 3), "")
             old = run_long(rig, side, clients, seconds, SNAPSHOT)
             span = min(window, len(old) // 2 or 1)
             held.add(side.name, mean(old[-span:]) / mean(old[:span]))
@@ -182,7 +182,7 @@ def sustained(rig: Rig, sides: Sequence[Side], options: Options) -> list[Line]:
             if ours:
                 alone.add(side.name, mean(old))
                 alone.add(alone.base, mean(free))
-                writing = run_long(rig, side, clients, max(2.0, seconds / 2), WRITING)
+                writing = run_long(rig, side, clients, max(1.0, seconds / 2), WRITING)
                 span = min(window, len(writing) // 2 or 1)
                 writer.add(side.name, mean(writing[-span:]) / mean(writing[:span]))
                 writer.notes[side.name] = (

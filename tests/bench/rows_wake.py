@@ -53,7 +53,7 @@ def wake(rig: Rig, sides: Sequence[Side], options: Options) -> list[Line]:
                 busy = listeners == "busy"
                 with (
                     nullcontext() if busy else idle(rig, side.dsn),
-                    working(side, 10, "rate", 600, 100_000_000) if busy else nullcontext(),
+                    working(rig, side, 10, "rate", 600, 100_000_000) if busy else nullcontext(),
                 ):
                     settle(1.0 if busy else 0.05)  # the runner has come up
                     return rig.run(side.dsn, side.enqueue, clients, options.seconds).tps

@@ -49,7 +49,8 @@ class Side:
         return int(found)
 
     def empty(self, db: Db) -> None:
-        db.execute(f"truncate {', '.join(self.tables)} cascade".encode())
+        if self.tables:
+            db.execute(f"truncate {', '.join(self.tables)} cascade".encode())
 
     def fill(self, db: Db, jobs: int) -> None:
         """Let so many jobs wait that at least these have not ended; then as after a quiet time."""

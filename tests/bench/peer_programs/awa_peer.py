@@ -28,7 +28,7 @@ def sql() -> dict[str, object]:
     call = insert[insert.index("FROM ") + 5 :]
     return {
         "enqueue": insert,
-        "bulk": f"select count(*) from generate_series(1, @N@) as n cross join lateral {call} as j",
+        "bulk": f"select count(j) from (select {call} as j from generate_series(1, @N@) offset 0) as x",
         "waiting": "select count(*) from awa.jobs where state in ('available', 'running')",
         "tables": [],
         "guarantees": {

@@ -26,7 +26,7 @@ async function sql () {
   const doneOne = last().replace(/'?77'?/, ':id')
   await batchCompleteJobs(shared, withClient, 'w', [{ id: 77, job_queue_id: null }, { id: 77, job_queue_id: null }])
   const doneMany = last().replace("'{77,77}'", "':ids'")
-  const spec = `('email', '${PAYLOAD}'::json, null, null, null, null, null, null, null)::graphile_worker.job_spec`
+  const spec = `('email', '${PAYLOAD}'::json, null, null, null, null, null, null)::graphile_worker.job_spec`
   return {
     enqueue: `select * from graphile_worker.add_job('email', '${PAYLOAD}'::json)`,
     bulk: `select count(*) from graphile_worker.add_jobs((select array_agg(${spec}) from generate_series(1, @N@)))`,

@@ -15,7 +15,7 @@ function hit (n) {
   count += 1
   if (count === 1) began = now
   else if (!warm && (now > began + SECONDS / 10 || count * 10 >= JOBS)) { warm = count; warmAt = now }
-  else if (warm && !told && (now > began + SECONDS || count >= JOBS)) {
+  else if (warm && !told && (now > Math.max(began + SECONDS, warmAt + SECONDS / 2) || count >= JOBS)) {
     told = true
     say(`rate ${(count - warm) / (now - warmAt)}`)
   }

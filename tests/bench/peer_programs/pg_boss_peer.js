@@ -13,7 +13,7 @@ async function sql () {
   const data = JSON.parse(PAYLOAD)
   const id = '00000000-0000-0000-0000-000000000077'
   await boss.send('email', data)
-  const send = last()
+  const send = last().replace(JSON.stringify(data), () => PAYLOAD)
   const [text, values] = (await boss.insert([{ name: 'email', data }]), heard.at(-1))
   const jobs = `(select jsonb_agg('${JSON.stringify({ name: 'email', data })}'::jsonb)::json from generate_series(1, @N@))`
   const bulk = bind(text, [jobs, ...values.slice(1).map(literal)])
