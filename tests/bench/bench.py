@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import charts
 import peers
@@ -56,7 +56,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rows", default=",".join(ROWS), help="which rows: " + ", ".join(ROWS))
     parser.add_argument("--seconds", type=float, help="of a slice (2; with peers 1)")
-    parser.add_argument("--rounds", type=int, help="how often each side has its turn (4; 3)")
+    parser.add_argument(
+        "--rounds", type=int, help="how often each side has its turn (3; with peers 2)"
+    )
     parser.add_argument("--clients", default="1,4,8", help="of enqueue and drain (1,4,8)")
     parser.add_argument("--scale", type=float, default=1, help="of the backlogs, 1 is 1 M jobs")
     parser.add_argument("--sustained", type=float, default=60, help="seconds under a snapshot (60)")
@@ -76,10 +78,12 @@ def chosen(given: argparse.Namespace) -> Options:
     beside = bool(given.peers is not None or given.pgmq_sql or given.pgque_sql)
     return Options(
         seconds=given.seconds if given.seconds is not None else (1 if beside else 2),
-        rounds=given.rounds or (3 if beside else 4),
+        rounds=given.rounds or (2 if beside else 3),
         clients=tuple(int(n) for n in given.clients.split(",")),
-        scale=given.scale, sustained=given.sustained, turns=given.turns,
-    )  # fmt: skip
+        scale=given.scale,
+        sustained=given.sustained,
+        turns=given.turns,
+    )
 
 
 def main() -> None:
@@ -112,10 +116,13 @@ def main() -> None:
     )
     facts = [{"side": side.name} | side.guarantees for side in sides]
     facts += [{"side": name, "not measured": why} for name, why in absent.items()]
-    text = "\n\n".join([
-        "\n".join(f"* {name}: {value}" for name, value in machine.items()),
-        table(lines), *([peers.guarantees(facts)] if len(facts) > 2 else []),
-    ])  # fmt: skip
+    text = "\n\n".join(
+        [
+            "\n".join(f"* {name}: {value}" for name, value in machine.items()),
+            table(lines),
+            *([peers.guarantees(facts)] if len(facts) > 2 else []),
+        ]
+    )
     print(as_json(machine, lines, facts) if given.json else text)
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)

@@ -8,9 +8,19 @@ from html import escape
 
 from lines import FLOOR, OURS, Line, number
 
-COLOURS = ["#1b6ca8", "#d1495b", "#66a182", "#edae49", "#8d6b94", "#5c5c5c", "#2e4057", "#00798c",
-           "#b56576", "#9a8c98"]  # fmt: skip
-STYLE = '<style>text{font:12px sans-serif;fill:#222}.t{font-weight:bold}</style>'
+COLOURS = [
+    "#1b6ca8",
+    "#d1495b",
+    "#66a182",
+    "#edae49",
+    "#8d6b94",
+    "#5c5c5c",
+    "#2e4057",
+    "#00798c",
+    "#b56576",
+    "#9a8c98",
+]
+STYLE = "<style>text{font:12px sans-serif;fill:#222}.t{font-weight:bold}</style>"
 
 
 def drawing(width: float, height: float, title: str, parts: Sequence[str]) -> str:
@@ -34,17 +44,25 @@ def bars(title: str, rows: Sequence[tuple[str, float, str]], mark: float | None 
             f'<text x="{left - 6}" y="{y + 11}" text-anchor="end">{escape(name)}</text>'
             f'<rect x="{left}" y="{y}" width="{length / longest * width:.1f}" height="13"'
             f' fill="{colour}"/>'
-            f'<text x="{left + length / longest * width + 5:.1f}" y="{y + 11}">{escape(words)}</text>'
+            f'<text x="{left + length / longest * width + 5:.1f}" y="{y + 11}">'
+            f"{escape(words)}</text>"
         )
     if mark is not None:
         x = left + mark / longest * width
-        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="28" y2="{34 + len(rows) * step:.1f}"'
-                     ' stroke="#222" stroke-dasharray="3 3"/>')  # fmt: skip
+        parts.append(
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="28" y2="{34 + len(rows) * step:.1f}"'
+            ' stroke="#222" stroke-dasharray="3 3"/>'
+        )
     return drawing(left + width + 190, 44 + len(rows) * step, title, parts)
 
 
-def curves(title: str, series: Mapping[str, Sequence[float]], unit: str = "", each: float = 1,
-           height: float = 220) -> str:  # fmt: skip
+def curves(
+    title: str,
+    series: Mapping[str, Sequence[float]],
+    unit: str = "",
+    each: float = 1,
+    height: float = 220,
+) -> str:
     """A line for each series, from nought; `each` is the seconds between two figures."""
     left, width, top = 70.0, 620.0, 36.0
     series = {name: values for name, values in series.items() if values}
@@ -53,23 +71,34 @@ def curves(title: str, series: Mapping[str, Sequence[float]], unit: str = "", ea
     parts = [f'<path d="M{left} {top}V{top + height}H{left + width}" fill="none" stroke="#888"/>']
     for share in (0, 0.5, 1):
         y = top + height * (1 - share)
-        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">'
-                     f"{number(most * share) if share else 0}</text>")  # fmt: skip
-    parts.append(f'<text x="{left + width}" y="{top + height + 16}" text-anchor="end">'
-                 f"{(longest - 1) * each:,.0f} s</text>")  # fmt: skip
+        parts.append(
+            f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">'
+            f"{number(most * share) if share else 0}</text>"
+        )
+    parts.append(
+        f'<text x="{left + width}" y="{top + height + 16}" text-anchor="end">'
+        f"{(longest - 1) * each:,.0f} s</text>"
+    )
     for n, (name, values) in enumerate(series.items()):
         colour = COLOURS[n % len(COLOURS)]
         points = " ".join(
             f"{left + i / max(longest - 1, 1) * width:.1f},{top + height * (1 - v / most):.1f}"
             for i, v in enumerate(values)
         )
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}"'
-                     ' stroke-width="1.5"/>')  # fmt: skip
+        parts.append(
+            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+        )
         y = top + height + 34 + n * 16
-        parts.append(f'<rect x="{left}" y="{y - 9:.0f}" width="10" height="10" fill="{colour}"/>'
-                     f'<text x="{left + 16}" y="{y:.0f}">{escape(name)}</text>')  # fmt: skip
-    return drawing(left + width + 30, top + height + 44 + len(series) * 16,
-                   f"{title} ({unit})" if unit else title, parts)  # fmt: skip
+        parts.append(
+            f'<rect x="{left}" y="{y - 9:.0f}" width="10" height="10" fill="{colour}"/>'
+            f'<text x="{left + 16}" y="{y:.0f}">{escape(name)}</text>'
+        )
+    return drawing(
+        left + width + 30,
+        top + height + 44 + len(series) * 16,
+        f"{title} ({unit})" if unit else title,
+        parts,
+    )
 
 
 def of(lines: Sequence[Line]) -> dict[str, str]:
@@ -85,8 +114,11 @@ def of(lines: Sequence[Line]) -> dict[str, str]:
                     if side == line.base:
                         continue
                     value = statistics.median(ratios) if ratios else middle
-                    words = f"{value:.2f} · {number(middle)} {line.unit}" if ratios else (
-                        f"{number(middle)} {line.unit}")  # fmt: skip
+                    words = (
+                        f"{value:.2f} · {number(middle)} {line.unit}"
+                        if ratios
+                        else (f"{number(middle)} {line.unit}")
+                    )
                 elif side == FLOOR or not ratios:
                     continue
                 else:
@@ -99,5 +131,6 @@ def of(lines: Sequence[Line]) -> dict[str, str]:
     for line in lines:
         if line.series:
             found["sustained-seconds.svg"] = curves(
-                "enqueue, claim and complete, beside an old snapshot", line.series, "jobs/s")
+                "enqueue, claim and complete, beside an old snapshot", line.series, "jobs/s"
+            )
     return found

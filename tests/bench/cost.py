@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from machine import Db, Rig
 from sides import PAYLOAD, floor, taskboard
@@ -100,39 +100,63 @@ OWN = "(%s::uuid, %s::uuid)"
 MANY = "(%s::uuid[], %s::uuid[])"
 VERBS = [
     Verb("enqueue", f"taskboard.enqueue('email', '{PAYLOAD}')", nothing),
-    Verb("enqueue, unique key", f"taskboard.enqueue('email', '{PAYLOAD}',"
-         " unique_key => gen_random_uuid()::text)", nothing),
-    Verb("enqueue, serial key", f"taskboard.enqueue('email', '{PAYLOAD}',"
-         " serial_key => gen_random_uuid()::text)", nothing),
-    Verb("enqueue_many of 1,000", "taskboard.enqueue_many('email',"
-         f" array_fill('{PAYLOAD}'::jsonb, array[1000]))", nothing, 1000),
+    Verb(
+        "enqueue, unique key",
+        f"taskboard.enqueue('email', '{PAYLOAD}', unique_key => gen_random_uuid()::text)",
+        nothing,
+    ),
+    Verb(
+        "enqueue, serial key",
+        f"taskboard.enqueue('email', '{PAYLOAD}', serial_key => gen_random_uuid()::text)",
+        nothing,
+    ),
+    Verb(
+        "enqueue_many of 1,000",
+        f"taskboard.enqueue_many('email', array_fill('{PAYLOAD}'::jsonb, array[1000]))",
+        nothing,
+        1000,
+    ),
     Verb("claim", "taskboard.claim('{default}', '{email}', 1)", ready),
-    Verb("claim of 100", "taskboard.claim('{default}', '{email}', 100)",
-         lambda db, count: ready(db, count, 100), 100),
+    Verb(
+        "claim of 100",
+        "taskboard.claim('{default}', '{email}', 100)",
+        lambda db, count: ready(db, count, 100),
+        100,
+    ),
     Verb("claim, nothing ready", "taskboard.claim('{default}', '{email}', 1)", nothing),
     Verb("renew", f"taskboard.renew{OWN}", leased),
-    Verb("renew_many of 100", f"taskboard.renew_many{MANY}",
-         lambda db, count: leased(db, count, 100), 100),
+    Verb(
+        "renew_many of 100",
+        f"taskboard.renew_many{MANY}",
+        lambda db, count: leased(db, count, 100),
+        100,
+    ),
     Verb("require_lease", f"taskboard.require_lease{OWN}", leased),
     Verb("begin_effect", f"taskboard.begin_effect{OWN}", leased),
     Verb("end_effect", f"taskboard.end_effect{OWN}", begun),
     Verb("complete", f"taskboard.complete{OWN}", leased),
-    Verb("complete_many of 100", f"taskboard.complete_many{MANY}",
-         lambda db, count: leased(db, count, 100), 100),
+    Verb(
+        "complete_many of 100",
+        f"taskboard.complete_many{MANY}",
+        lambda db, count: leased(db, count, 100),
+        100,
+    ),
     Verb("fail", "taskboard.fail(%s::uuid, %s::uuid, 'no')", leased),
     Verb("release", f"taskboard.release{OWN}", leased),
     Verb("cancel", "taskboard.cancel(%s::uuid)", waiting),
     Verb("retry", "taskboard.retry(%s::uuid)", finished),
     Verb("next_claimable_at", "taskboard.next_claimable_at()", nothing),
     Verb("lease_status", f"taskboard.lease_status{OWN}", leased),
-]  # fmt: skip
+]
 
 
 def measure(db: Db, verb: Verb, count: int) -> Cost:
     """Let a verb be called, first to count its WAL, then to count its pages."""
     count = max(count // verb.jobs, 8)
-    db.execute("truncate taskboard.jobs, taskboard.history, taskboard.unique_keys,"
-               " taskboard.serial_keys, taskboard.effects")  # fmt: skip
+    db.execute(
+        "truncate taskboard.jobs, taskboard.history, taskboard.unique_keys,"
+        " taskboard.serial_keys, taskboard.effects"
+    )
     calls = list(verb.before(db, count + 3))
     db.execute("vacuum analyze taskboard.jobs")
     statement = f"select * from {verb.call}".encode()
@@ -143,22 +167,23 @@ def measure(db: Db, verb: Verb, count: int) -> Cost:
         db.execute(statement, arguments or None)
     (wal,) = db.execute(
         "select pg_wal_lsn_diff(pg_current_wal_insert_lsn(), %s)", [before]
-    ).fetchone() or (0,)  # fmt: skip
+    ).fetchone() or (0,)
     plans = []
     for arguments in list(verb.before(db, 8)):
         (found,) = db.execute(
             b"explain (analyze, buffers, wal, format json) " + statement, arguments or None
-        ).fetchone() or ([],)  # fmt: skip
+        ).fetchone() or ([],)
         plans.append((json.loads(found) if isinstance(found, str) else found)[0]["Plan"])
 
     def middle(*names: str) -> float:
         return statistics.median(sum(plan.get(name, 0) for name in names) for plan in plans)
 
     return Cost(
-        float(wal) / (len(calls) - 3) / verb.jobs, middle("WAL Records") / verb.jobs,
+        float(wal) / (len(calls) - 3) / verb.jobs,
+        middle("WAL Records") / verb.jobs,
         middle("Shared Hit Blocks", "Shared Read Blocks") / verb.jobs,
         1 / verb.jobs,
-    )  # fmt: skip
+    )
 
 
 def plain(rig: Rig) -> dict[str, float]:
@@ -170,9 +195,11 @@ def plain(rig: Rig) -> dict[str, float]:
         for name, script, jobs in (("enqueue", side.enqueue, 1), ("bulk", side.bulk(1000), 1000)):
             db.execute(script.encode())
             found[name] = wal_of(db, script, 20 if jobs > 1 else 300) / jobs
-        pick = ("with picked as (update floor set locked_until = now() where id = any (array("
-                "select id from floor where locked_until is null order by run_at, id limit 1"
-                " for update skip locked)) returning id) select id from picked")  # fmt: skip
+        pick = (
+            "with picked as (update floor set locked_until = now() where id = any (array("
+            "select id from floor where locked_until is null order by run_at, id limit 1"
+            " for update skip locked)) returning id) select id from picked"
+        )
         found["claim"] = wal_of(db, pick, 300)
         found["complete"] = wal_of(
             db, "delete from floor where id = (select min(id) from floor)", 300
@@ -186,23 +213,28 @@ def wal_of(db: Db, statement: str, times: int) -> float:
         db.execute(statement.encode())
     (wal,) = db.execute(
         "select pg_wal_lsn_diff(pg_current_wal_insert_lsn(), %s)", [before]
-    ).fetchone() or (0,)  # fmt: skip
+    ).fetchone() or (0,)
     return float(wal) / times
 
 
 def table(costs: dict[str, Cost], floors: dict[str, float], version: str) -> str:
     lines = [
-        f"Of one job, PostgreSQL {version}, a payload of about 100 bytes, `full_page_writes` off:", "",
+        f"Of one job, PostgreSQL {version}, a payload of about 100 bytes, `full_page_writes` off:",
+        "",
         "| verb | WAL, bytes | WAL records | pages touched | round trips |",
         "|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for name, cost in costs.items():
         lines.append(
             f"| {name} | {cost.wal:,.0f} | {short(cost.records)} | {short(cost.pages)}"
             f" | {short(cost.trips)} |"
         )
-    lines += ["", "Plain SQL on one table without history, WAL bytes: "
-              + ", ".join(f"{name} {wal:,.0f}" for name, wal in floors.items()) + "."]  # fmt: skip
+    lines += [
+        "",
+        "Plain SQL on one table without history, WAL bytes: "
+        + ", ".join(f"{name} {wal:,.0f}" for name, wal in floors.items())
+        + ".",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -212,7 +244,7 @@ def short(value: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--jobs", type=int, default=2_000, help="of each verb")
+    parser.add_argument("--jobs", type=int, default=500, help="of each verb")
     parser.add_argument("--postgres", default="auto")
     parser.add_argument("--write", action="store_true", help="put the table into COST.md")
     given = parser.parse_args()

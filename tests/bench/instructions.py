@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from machine import Db, Rig
 from rows_claim import add
@@ -64,27 +64,33 @@ BODIES = {
     "enqueue": Body(f"select * into r from taskboard.enqueue('email', '{PAYLOAD}');"),
     "enqueue_many of 1,000": Body(
         "select count(*) into r from taskboard.enqueue_many('email',"
-        f" array_fill('{PAYLOAD}'::jsonb, array[1000]));", 1000),
+        f" array_fill('{PAYLOAD}'::jsonb, array[1000]));",
+        1000,
+    ),
     "claim": Body(CLAIM),
     "claim of 100": Body(CLAIM_MANY, 100),
     "renew": Body(CLAIM + "perform taskboard.renew(r.job_id, r.lease_token);", less="claim"),
-    "complete": Body(
-        CLAIM + "perform taskboard.complete(r.job_id, r.lease_token);", less="claim"),
+    "complete": Body(CLAIM + "perform taskboard.complete(r.job_id, r.lease_token);", less="claim"),
     "complete_many of 100": Body(
-        CLAIM_MANY + "perform taskboard.complete_many(r.ids, r.tokens);", 100, "claim of 100"),
+        CLAIM_MANY + "perform taskboard.complete_many(r.ids, r.tokens);", 100, "claim of 100"
+    ),
     "fail": Body(CLAIM + "perform taskboard.fail(r.job_id, r.lease_token, 'no');", less="claim"),
     "release": Body(
-        CLAIM + "perform taskboard.release(r.job_id, r.lease_token, '1 hour');", less="claim"),
+        CLAIM + "perform taskboard.release(r.job_id, r.lease_token, '1 hour');", less="claim"
+    ),
     "floor: insert": Body(f"insert into floor (kind, payload) values ('email', '{PAYLOAD}');"),
     "floor: insert 1,000": Body(
         "insert into floor (kind, payload) select 'email', p from"
-        f" unnest(array_fill('{PAYLOAD}'::jsonb, array[1000])) as p;", 1000),
+        f" unnest(array_fill('{PAYLOAD}'::jsonb, array[1000])) as p;",
+        1000,
+    ),
     "floor: pick": Body(PICK),
     "floor: pick 100": Body(PICK_MANY, 100),
     "floor: delete": Body(PICK + "delete from floor where id = r.id;", less="floor: pick"),
     "floor: delete 100": Body(
-        PICK_MANY + "delete from floor where id = any (r.ids);", 100, "floor: pick 100"),
-}  # fmt: skip
+        PICK_MANY + "delete from floor where id = any (r.ids);", 100, "floor: pick 100"
+    ),
+}
 
 
 def patient(db: Db) -> int:
@@ -142,12 +148,30 @@ class Counter:
             " end $x$;\n"
         ).replace("\n", " ")
         done = subprocess.run(
-            ["valgrind", "--tool=callgrind", f"--callgrind-out-file={out}",
-             str(self.server.bin / "postgres"), "--single", "-D", str(data),
-             "-c", "fsync=off", "-c", "autovacuum=off", "-c", "shared_buffers=128MB", "postgres"],
-            input=loop + "\n", capture_output=True, text=True, timeout=600, cwd="/",
-            env={"LC_ALL": "C", "PATH": os.defpath}, **who,
-        )  # fmt: skip
+            [
+                "valgrind",
+                "--tool=callgrind",
+                f"--callgrind-out-file={out}",
+                str(self.server.bin / "postgres"),
+                "--single",
+                "-D",
+                str(data),
+                "-c",
+                "fsync=off",
+                "-c",
+                "autovacuum=off",
+                "-c",
+                "shared_buffers=128MB",
+                "postgres",
+            ],
+            input=loop + "\n",
+            capture_output=True,
+            text=True,
+            timeout=600,
+            cwd="/",
+            env={"LC_ALL": "C", "PATH": os.defpath},
+            **who,
+        )
         said = done.stdout + done.stderr
         refs = re.findall(r"refs: *([0-9,]+)", said)
         if wrong := re.findall(r".*(?:ERROR|FATAL).*", said):

@@ -39,13 +39,14 @@ class Line:
         """The ratio with its spread, then the figure."""
         middle, note = self.middle(side), self.notes.get(side, "")
         if middle is None:
-            return note or "–"
+            return note or "-"
         figure, ratios = f"{number(middle)} {self.unit}", self.ratios(side)
         if side == self.base or not ratios:
             text = f"{figure} {spread(self.samples[side], number)}"
         else:
-            text = (f"**{statistics.median(ratios):.2f}** {spread(ratios, '{:.2f}'.format)}"
-                    f" · {figure}")  # fmt: skip
+            text = (
+                f"**{statistics.median(ratios):.2f}** {spread(ratios, '{:.2f}'.format)} · {figure}"
+            )
         return f"{text.strip()} {note}".strip()
 
 
@@ -56,7 +57,7 @@ def number(value: float) -> str:
 
 
 def spread(values: list[float], say: Any) -> str:
-    return f"({say(min(values))}–{say(max(values))})" if len(values) > 1 else ""
+    return f"({say(min(values))}-{say(max(values))})" if len(values) > 1 else ""
 
 
 def table(lines: list[Line]) -> str:
@@ -73,22 +74,28 @@ def table(lines: list[Line]) -> str:
     ]
     for line in lines:
         cells = [
-            (f"{line.base}: {line.cell(line.base)}" if line.base not in (FLOOR, OURS, "") else "–")
-            if side == "" else line.cell(side)
+            (f"{line.base}: {line.cell(line.base)}" if line.base not in (FLOOR, OURS, "") else "-")
+            if side == ""
+            else line.cell(side)
             for side in sides
-        ]  # fmt: skip
-        text.append(f"| {line.what} | {line.goal or '–'} | " + " | ".join(cells) + " |")
+        ]
+        text.append(f"| {line.what} | {line.goal or '-'} | " + " | ".join(cells) + " |")
     return "\n".join(text)
 
 
 def as_json(machine: dict[str, str], lines: list[Line], facts: list[dict[str, str]]) -> str:
     found = [
         {
-            "row": line.row, "what": line.what, "unit": line.unit, "goal": line.goal,
-            "base": line.base, "samples": line.samples, "notes": line.notes,
+            "row": line.row,
+            "what": line.what,
+            "unit": line.unit,
+            "goal": line.goal,
+            "base": line.base,
+            "samples": line.samples,
+            "notes": line.notes,
             "series": line.series,
             "ratios": {side: line.ratios(side) for side in line.samples if side != line.base},
         }
         for line in lines
-    ]  # fmt: skip
+    ]
     return json.dumps({"machine": machine, "lines": found, "guarantees": facts}, indent=1)

@@ -49,9 +49,7 @@ class Run:
 class Rig:
     """A durable server on loopback, and pgbench: scripts in a file, no Python in the loop."""
 
-    def __init__(
-        self, choice: str, folder: Path, careless: bool = False, **settings: str
-    ) -> None:
+    def __init__(self, choice: str, folder: Path, careless: bool = False, **settings: str) -> None:
         """`careless`: nothing is made durable, for a run that measures nothing."""
         self.server = make_server(choice, (CARELESS if careless else SETTINGS) | settings)
         self.folder = folder
@@ -80,9 +78,11 @@ class Rig:
 
     def connect(self, dsn: str | None = None) -> Db:
         return psycopg.connect(
-            dsn or self.server.dsn(), autocommit=True, prepare_threshold=None,
+            dsn or self.server.dsn(),
+            autocommit=True,
+            prepare_threshold=None,
             options="-c statement_timeout=600s",
-        )  # fmt: skip
+        )
 
     def start(
         self, dsn: str, script: str, clients: int, seconds: float, each_second: bool = False
@@ -93,10 +93,20 @@ class Rig:
             file.write(script)
         span = ["-T", str(round(seconds))] if seconds >= 1 else ["-t", str(int(seconds * 100) + 2)]
         words = [
-            str(self.pgbench), "-n", "-M", self.protocol, "-c", str(clients),
-            "-j", str(max(1, min(clients // 16, os.cpu_count() or 1))),
-            *span, *(["-P", "1"] if each_second else []), "-f", path, dsn,
-        ]  # fmt: skip
+            str(self.pgbench),
+            "-n",
+            "-M",
+            self.protocol,
+            "-c",
+            str(clients),
+            "-j",
+            str(max(1, min(clients // 16, os.cpu_count() or 1))),
+            *span,
+            *(["-P", "1"] if each_second else []),
+            "-f",
+            path,
+            dsn,
+        ]
         return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def run(
@@ -138,9 +148,14 @@ def describe(rig: Rig, disk: Path) -> dict[str, str]:
         (version,) = db.execute("show server_version").fetchone() or ("?",)
         kept = {
             name: str((db.execute(f"show {name}".encode()).fetchone() or "?")[0])
-            for name in ("fsync", "synchronous_commit", "full_page_writes", "wal_sync_method",
-                         "shared_buffers")
-        }  # fmt: skip
+            for name in (
+                "fsync",
+                "synchronous_commit",
+                "full_page_writes",
+                "wal_sync_method",
+                "shared_buffers",
+            )
+        }
     return {
         "machine": f"{os.cpu_count()} cores, {processor()}, {platform.system()}",
         "PostgreSQL": str(version).split()[0],

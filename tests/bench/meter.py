@@ -30,8 +30,10 @@ class Meter:
             self.began = now
         elif not self.warm and (now > self.began + SECONDS / 10 or self.count * 10 >= JOBS):
             self.warm, self.warm_at = self.count, now
-        elif self.warm and self.out and (
-            now > max(self.began + SECONDS, self.warm_at + SECONDS / 2) or self.count >= JOBS
+        elif (
+            self.warm
+            and self.out
+            and (now > max(self.began + SECONDS, self.warm_at + SECONDS / 2) or self.count >= JOBS)
         ):
             self.say(f"rate {(self.count - self.warm) / (now - self.warm_at)}")
             self.out.close()

@@ -39,26 +39,37 @@ PEERS = [
     Peer("awa", "awa_peer.py", ("awa-pg",)),
     Peer("pgtask", "pgtask_peer.py", ("pgtask",)),
     Peer("graphile-worker", "graphile_worker_peer.js", ("graphile-worker",)),
-    Peer("graphile-worker, local queue", "graphile_worker_peer.js", ("graphile-worker",),
-         (("BENCH_LOCAL_QUEUE", "1"),)),
+    Peer(
+        "graphile-worker, local queue",
+        "graphile_worker_peer.js",
+        ("graphile-worker",),
+        (("BENCH_LOCAL_QUEUE", "1"),),
+    ),
     Peer("pg-boss", "pg_boss_peer.js", ("pg-boss",)),
-]  # fmt: skip
+]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--peers", nargs="?", const="all", metavar="NAMES",
-        help="install and measure these: " + ", ".join(peer.name for peer in PEERS if not
-                                                        peer.variables) + " (all)")  # fmt: skip
-    parser.add_argument("--peers-folder", type=Path, metavar="FOLDER",
-                        help="keep what is installed there, for the next run")  # fmt: skip
+        "--peers",
+        nargs="?",
+        const="all",
+        metavar="NAMES",
+        help="install and measure these: "
+        + ", ".join(peer.name for peer in PEERS if not peer.variables)
+        + " (all)",
+    )
+    parser.add_argument(
+        "--peers-folder",
+        type=Path,
+        metavar="FOLDER",
+        help="keep what is installed there, for the next run",
+    )
     parser.add_argument("--pgmq-sql", type=Path, metavar="FILE", help="pgmq's SQL, to measure it")
     parser.add_argument("--pgque-sql", type=Path, metavar="FILE", help="PgQue's SQL, likewise")
 
 
-def ready(
-    given: argparse.Namespace, rig: Rig, folder: Path
-) -> tuple[list[Side], dict[str, str]]:
+def ready(given: argparse.Namespace, rig: Rig, folder: Path) -> tuple[list[Side], dict[str, str]]:
     """The peers that were asked for and can run, installed; and why the others cannot."""
     sides: list[Side] = []
     absent: dict[str, str] = {}
@@ -88,19 +99,30 @@ def prepare(peer: Peer, rig: Rig, folder: Path) -> Side:
     """Install a peer and its schema. Raises CalledProcessError, OSError, KeyError."""
     home = folder / ("node" if peer.program.endswith(".js") else peer.program.removesuffix(".py"))
     command = environment(peer, home)
-    env = clean() | dict(peer.variables) | {
-        "PYTHONPATH": f"{PROGRAMS}:{HERE}", "NODE_PATH": str(home / "node_modules"),
-    }  # fmt: skip
+    env = (
+        clean()
+        | dict(peer.variables)
+        | {
+            "PYTHONPATH": f"{PROGRAMS}:{HERE}",
+            "NODE_PATH": str(home / "node_modules"),
+        }
+    )
 
     def call(what: str, dsn: str = "") -> str:
         return subprocess.run(
-            [*command, what], env=env | {"BENCH_DSN": dsn}, check=True, capture_output=True,
-            text=True, timeout=120, stdin=subprocess.DEVNULL,
-        ).stdout  # fmt: skip
+            [*command, what],
+            env=env | {"BENCH_DSN": dsn},
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            stdin=subprocess.DEVNULL,
+        ).stdout
 
     told = json.loads(call("sql"))
-    scripts = {name: told[name] + ";\n" for name in ("enqueue", "bulk", "one", "many")
-               if name in told}  # fmt: skip
+    scripts = {
+        name: told[name] + ";\n" for name in ("enqueue", "bulk", "one", "many") if name in told
+    }
     if peer.variables:  # the same statements: only its worker differs
         scripts.pop("many", None)
         scripts.pop("one", None)
@@ -112,16 +134,26 @@ def prepare(peer: Peer, rig: Rig, folder: Path) -> Side:
         return text.replace("@N@", str(n))
 
     side = Side(
-        peer.name, lambda rig, dsn: call("install", rig.tcp(dsn)) and None,
-        enqueue=scripts["enqueue"], bulk=lambda n: scripts["bulk"].replace("@N@", str(n)),
-        drain=drain if one else None, waiting=told["waiting"], tables=told["tables"],
+        peer.name,
+        lambda rig, dsn: call("install", rig.tcp(dsn)) and None,
+        enqueue=scripts["enqueue"],
+        bulk=lambda n: scripts["bulk"].replace("@N@", str(n)),
+        drain=drain if one else None,
+        waiting=told["waiting"],
+        tables=told["tables"],
         worker=lambda dsn, slots, what: [
-            "env", *(f"{name}={value}" for name, value in env.items()
-                     if name in ("PYTHONPATH", "NODE_PATH", *dict(peer.variables))),
-            *command, "work",
+            "env",
+            *(
+                f"{name}={value}"
+                for name, value in env.items()
+                if name in ("PYTHONPATH", "NODE_PATH", *dict(peer.variables))
+            ),
+            *command,
+            "work",
         ],
-        guarantees=told["guarantees"], most=1000 if many else 1,
-    )  # fmt: skip
+        guarantees=told["guarantees"],
+        most=1000 if many else 1,
+    )
     side.set_up(rig)
     return side
 
@@ -138,25 +170,39 @@ def environment(peer: Peer, home: Path) -> list[str]:
     python = home / "bin" / "python"
     if not (home / "installed").exists():
         venv.create(home, with_pip=True, clear=True)
-        run([str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check",
-             *peer.packages])  # fmt: skip
+        run(
+            [
+                str(python),
+                "-m",
+                "pip",
+                "install",
+                "-q",
+                "--disable-pip-version-check",
+                *peer.packages,
+            ]
+        )
         (home / "installed").touch()
     return [str(python), program]
 
 
 def run(words: list[str]) -> None:
     subprocess.run(
-        words, check=True, capture_output=True, text=True, timeout=INSTALL_WITHIN,
+        words,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=INSTALL_WITHIN,
         stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
 
 
 def clean() -> dict[str, str]:
     """The environment, without what is meant for our own database and Python."""
     return {
-        name: value for name, value in os.environ.items()
+        name: value
+        for name, value in os.environ.items()
         if not name.startswith(("PG", "TASKBOARD_", "PYTHON", "VIRTUAL_ENV", "STRIPE_"))
-    }  # fmt: skip
+    }
 
 
 def from_file(rig: Rig, side: Side) -> Side:
@@ -176,36 +222,55 @@ def load(file: Path, then: str) -> Callable[[Rig, str], None]:
 def pgmq(file: Path) -> Side:
     def drain(n: int) -> str:
         if n == 1:
-            return ("select msg_id, message from pgmq.read('email', 60, 1) \\gset\n"
-                    "select pgmq.archive('email', :msg_id);\n")  # fmt: skip
-        return (f"select array_agg(msg_id) as ids, count(message) from pgmq.read('email', 60, {n})"
-                " \\gset\nselect count(*) from pgmq.archive('email', ':ids'::bigint[]);\n")
+            return (
+                "select msg_id, message from pgmq.read('email', 60, 1) \\gset\n"
+                "select pgmq.archive('email', :msg_id);\n"
+            )
+        return (
+            f"select array_agg(msg_id) as ids, count(message) from pgmq.read('email', 60, {n})"
+            " \\gset\nselect count(*) from pgmq.archive('email', ':ids'::bigint[]);\n"
+        )
 
     return Side(
-        "pgmq", load(file, "select pgmq.create('email')"),
+        "pgmq",
+        load(file, "select pgmq.create('email')"),
         enqueue=f"select * from pgmq.send('email', '{PAYLOAD}'::jsonb);\n",
-        bulk=lambda n: "select count(*) from pgmq.send_batch('email',"
-        f" array_fill('{PAYLOAD}'::jsonb, array[{n}]));\n",
-        drain=drain, waiting="select count(*) from pgmq.q_email",
+        bulk=lambda n: (
+            "select count(*) from pgmq.send_batch('email',"
+            f" array_fill('{PAYLOAD}'::jsonb, array[{n}]));\n"
+        ),
+        drain=drain,
+        waiting="select count(*) from pgmq.q_email",
         tables=["pgmq.q_email", "pgmq.a_email"],
-        guarantees={"token checked": "no: by id", "history": "an archive table",
-                    "dead worker's job": "seen again when its visibility time has passed",
-                    "seen in": "the file that was named"},
-    )  # fmt: skip
+        guarantees={
+            "token checked": "no: by id",
+            "history": "an archive table",
+            "dead worker's job": "seen again when its visibility time has passed",
+            "seen in": "the file that was named",
+        },
+    )
 
 
 def pgque(file: Path) -> Side:
     """Batches of events for each consumer; a tick makes what was sent visible."""
     return Side(
-        "PgQue", load(file, "select pgque.create_queue('email');"
-                            " select pgque.subscribe('email', 'bench')"),
+        "PgQue",
+        load(file, "select pgque.create_queue('email'); select pgque.subscribe('email', 'bench')"),
         enqueue=f"select pgque.send('email', '{PAYLOAD}'::jsonb);\n",
-        bulk=lambda n: "select count(*) from pgque.send_batch('email', 'default',"
-        f" array_fill('{PAYLOAD}'::jsonb, array[{n}]));\n",
-        drain=None, waiting="select 0", tables=[],
-        guarantees={"token checked": "no: by batch", "history": "no: segments are truncated",
-                    "dead worker's job": "its batch stays open", "seen in": "the file that was named"},
-    )  # fmt: skip
+        bulk=lambda n: (
+            "select count(*) from pgque.send_batch('email', 'default',"
+            f" array_fill('{PAYLOAD}'::jsonb, array[{n}]));\n"
+        ),
+        drain=None,
+        waiting="select 0",
+        tables=[],
+        guarantees={
+            "token checked": "no: by batch",
+            "history": "no: segments are truncated",
+            "dead worker's job": "its batch stays open",
+            "seen in": "the file that was named",
+        },
+    )
 
 
 def guarantees(facts: list[dict[str, str]]) -> str:
@@ -213,10 +278,8 @@ def guarantees(facts: list[dict[str, str]]) -> str:
     names = ("token checked", "dead worker's job", "history", "seen in")
     lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for fact in facts:
-        cells = [fact.get(name, "–") for name in names]
+        cells = [fact.get(name, "-") for name in names]
         if "not measured" in fact:
             cells[0] = f"not measured: {fact['not measured']}"
         lines.append(f"| {fact['side']} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-

@@ -38,8 +38,12 @@ def claim_latency(rig: Rig, sides: Sequence[Side], options: Options) -> list[Lin
         for scope, arguments in (("one queue named", NAMED), ("all queues", ALL)):
             lanes = kind == "lanes" and scope == "all queues"
             line = Line(
-                "claim", f"claim, {what.format(many)}, {scope}", "ms",
-                "≤ 5 ms" if lanes else "≤ 1.2", base=EMPTY)  # fmt: skip
+                "claim",
+                f"claim, {what.format(many)}, {scope}",
+                "ms",
+                "≤ 5 ms" if lanes else "≤ 1.2",
+                base=EMPTY,
+            )
             measure(rig, empty, full, arguments, options, line)
             lines.append(line)
             say(f"  {line.what}: {line.cell(OURS)}; {EMPTY} {line.cell(EMPTY)}")
@@ -50,9 +54,7 @@ def claim_latency(rig: Rig, sides: Sequence[Side], options: Options) -> list[Lin
 
 def renew(side: Side, db: Db) -> None:
     """Empty a database of ours again, lanes and keys too."""
-    db.execute(
-        "truncate taskboard.jobs, taskboard.history, taskboard.serial_keys, taskboard.lanes"
-    )
+    db.execute("truncate taskboard.jobs, taskboard.history, taskboard.serial_keys, taskboard.lanes")
 
 
 def measure(
@@ -75,8 +77,12 @@ def measure(
         line.add(OURS, statistics.median(took[OURS]))
         for db in (one, two):
             db.execute(f"select taskboard.enqueue('email', '{PAYLOAD}')".encode())
-        line.notes[EMPTY] = f"(p99 {percentile(took[EMPTY], 99):.2f}), {buffers(one, arguments)} buffers"
-        line.notes[OURS] = f"(p99 {percentile(took[OURS], 99):.2f}), {buffers(two, arguments)} buffers"
+        line.notes[EMPTY] = (
+            f"(p99 {percentile(took[EMPTY], 99):.2f}), {buffers(one, arguments)} buffers"
+        )
+        line.notes[OURS] = (
+            f"(p99 {percentile(took[OURS], 99):.2f}), {buffers(two, arguments)} buffers"
+        )
 
 
 def percentile(values: Sequence[float], of: int) -> float:
@@ -87,8 +93,9 @@ def buffers(db: Db, arguments: str) -> int:
     """How many buffers a claim touches; what it did is undone."""
     db.execute("begin")
     (plans,) = db.execute(
-        f"explain (analyze, buffers, format json) select * from taskboard.claim({arguments})".encode()
-    ).fetchone() or ([],)  # fmt: skip
+        "explain (analyze, buffers, format json)"
+        f" select * from taskboard.claim({arguments})".encode()
+    ).fetchone() or ([],)
     db.execute("rollback")
     plan = (json.loads(plans) if isinstance(plans, str) else plans)[0]["Plan"]
     found: int = plan["Shared Hit Blocks"] + plan["Shared Read Blocks"]
@@ -115,8 +122,10 @@ def scheduled(db: Db, count: int) -> None:
 def blocked(db: Db, count: int) -> None:
     """A thousand keys, of each the first job is leased, all others wait for it."""
     keys = min(1000, count // 2)
-    option = (", serial_keys => (select array_agg('k' || mod(n, {keys})) from"
-              " generate_series(1, {n}) as n)").replace("{keys}", str(keys))  # fmt: skip
+    option = (
+        ", serial_keys => (select array_agg('k' || mod(n, {keys})) from"
+        " generate_series(1, {n}) as n)"
+    ).replace("{keys}", str(keys))
     add(db, keys, option)
     lease(db, keys)
     add(db, count, option)
@@ -140,9 +149,7 @@ def lease(db: Db, count: int) -> None:
 def finished(db: Db, count: int) -> None:
     """Copies of one finished job, whatever columns history has, an hour back at most."""
     add(db, 1)
-    db.execute(
-        "select taskboard.complete(job_id, lease_token) from taskboard.claim()"
-    )
+    db.execute("select taskboard.complete(job_id, lease_token) from taskboard.claim()")
     columns = [
         str(name)
         for (name,) in db.execute(
@@ -150,9 +157,12 @@ def finished(db: Db, count: int) -> None:
             " and attrelid = 'taskboard.history'::regclass and attgenerated = '' order by attnum"
         )
     ]
-    new = {"id": "gen_random_uuid()", "lease_token": "gen_random_uuid()",
-           "finished_at": "greatest(h.finished_at - n * interval '0.3 ms',"
-           " date_trunc('day', h.finished_at, 'UTC'))"}  # fmt: skip
+    new = {
+        "id": "gen_random_uuid()",
+        "lease_token": "gen_random_uuid()",
+        "finished_at": "greatest(h.finished_at - n * interval '0.3 ms',"
+        " date_trunc('day', h.finished_at, 'UTC'))",
+    }
     db.execute(
         f"insert into taskboard.history ({', '.join(columns)})"
         f" select {', '.join(new.get(name, 'h.' + name) for name in columns)}"

@@ -116,30 +116,42 @@ def our_worker(dsn: str, slots: int, what: str) -> list[str]:
 
 def floor() -> Side:
     return Side(
-        "floor", make_floor,
+        "floor",
+        make_floor,
         enqueue=f"insert into floor (kind, payload) values ('email', '{PAYLOAD}') returning id;\n",
-        bulk=lambda n: "insert into floor (kind, payload) select 'email', p"
-        f" from unnest(array_fill('{PAYLOAD}'::jsonb, array[{n}])) as p;\n",
-        drain=floor_drain, waiting="select count(*) from floor", tables=["floor"],
+        bulk=lambda n: (
+            "insert into floor (kind, payload) select 'email', p"
+            f" from unnest(array_fill('{PAYLOAD}'::jsonb, array[{n}])) as p;\n"
+        ),
+        drain=floor_drain,
+        waiting="select count(*) from floor",
+        tables=["floor"],
         guarantees={
-            "token checked": "no", "dead worker's job": "lost until somebody looks",
-            "history": "no", "seen in": "tests/bench/sides.py",
+            "token checked": "no",
+            "dead worker's job": "lost until somebody looks",
+            "history": "no",
+            "seen in": "tests/bench/sides.py",
         },
-    )  # fmt: skip
+    )
 
 
 def taskboard() -> Side:
     return Side(
-        "Taskboard", lambda rig, dsn: migrate(dsn) and None,
+        "Taskboard",
+        lambda rig, dsn: migrate(dsn) and None,
         enqueue=f"select * from taskboard.enqueue('email', '{PAYLOAD}');\n",
-        bulk=lambda n: "select count(*) from taskboard.enqueue_many('email',"
-        f" array_fill('{PAYLOAD}'::jsonb, array[{n}]));\n",
-        drain=our_drain, waiting="select count(*) from taskboard.jobs",
-        tables=["taskboard.jobs", "taskboard.history"], worker=our_worker,
+        bulk=lambda n: (
+            "select count(*) from taskboard.enqueue_many('email',"
+            f" array_fill('{PAYLOAD}'::jsonb, array[{n}]));\n"
+        ),
+        drain=our_drain,
+        waiting="select count(*) from taskboard.jobs",
+        tables=["taskboard.jobs", "taskboard.history"],
+        worker=our_worker,
         guarantees={
             "token checked": "yes, random, on every write",
             "dead worker's job": "claimed again when its lease has lapsed (60 s)",
             "history": "yes, by day, with the finishing token",
             "seen in": "sql/30_complete.sql, sql/20_claim.sql",
         },
-    )  # fmt: skip
+    )

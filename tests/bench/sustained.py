@@ -25,7 +25,7 @@ from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from charts import curves
 from machine import PROGRESS, Db, Rig, describe
@@ -47,13 +47,22 @@ def job(verb: str) -> str:
 TURNS = {
     "plain": (70, enqueue() + our_drain(1)),
     "scheduled": (10, enqueue(", delay => '5 seconds'") + our_drain(1)),
-    "renewed": (5, enqueue() + CLAIM + job("renew(':job_id', ':lease_token')")
-                + job("complete(':job_id', ':lease_token')")),
-    "failing": (5, enqueue() + CLAIM
-                + job("fail(':job_id', ':lease_token', 'not today', retry_in => '3 seconds')")),
+    "renewed": (
+        5,
+        enqueue()
+        + CLAIM
+        + job("renew(':job_id', ':lease_token')")
+        + job("complete(':job_id', ':lease_token')"),
+    ),
+    "failing": (
+        5,
+        enqueue()
+        + CLAIM
+        + job("fail(':job_id', ':lease_token', 'not today', retry_in => '3 seconds')"),
+    ),
     "taking": (5, our_drain(1)),
     "serial": (5, "\\set key random(1, 50)\n" + enqueue(", serial_key => 'k:key'") + our_drain(1)),
-}  # fmt: skip
+}
 REPORT = (
     "select h.queue, h.kind, h.state, count(*), avg(h.finished_at - h.created_at)"
     " from taskboard.history as h group by 1, 2, 3"
@@ -127,20 +136,20 @@ class Run:
         while not self.stop.wait(self.seconds / 12):
             (day,) = db.execute(
                 "select (clock_timestamp() at time zone 'UTC')::date - 9"
-            ).fetchone() or (None,)  # fmt: skip
+            ).fetchone() or (None,)
             name = f"taskboard.history_{day:%Y%m%d}"
-            db.execute(f"create table {name} (like taskboard.history including constraints)".encode())
+            db.execute(
+                f"create table {name} (like taskboard.history including constraints)".encode()
+            )
             db.execute(
                 f"insert into {name} select h.* from taskboard.history as h limit 50000".encode()
             )
-            db.execute(
-                f"update {name} set finished_at = timestamptz '{day} 12:00 UTC'".encode()
-            )
+            db.execute(f"update {name} set finished_at = timestamptz '{day} 12:00 UTC'".encode())
             db.execute(
                 f"alter table taskboard.history attach partition {name} for values from"
-                f" ('{day} 00:00 UTC') to (timestamptz '{day} 00:00 UTC' + interval '24 hours')"
-                .encode()
-            )  # fmt: skip
+                f" ('{day} 00:00 UTC')"
+                f" to (timestamptz '{day} 00:00 UTC' + interval '24 hours')".encode()
+            )
             db.execute(f"alter table {name} owner to taskboard_owner".encode())
             for _ in range(20):
                 db.execute("select taskboard.maintain()")
@@ -166,13 +175,25 @@ class Run:
 
 
 def load(rig: Rig, dsn: str, seconds: float, clients: int) -> subprocess.Popen[str]:
-    words = [str(rig.pgbench), "-n", "-M", "simple", "-c", str(clients), "-T", str(int(seconds)),
-             "-P", "1"]  # fmt: skip
+    words = [
+        str(rig.pgbench),
+        "-n",
+        "-M",
+        "simple",
+        "-c",
+        str(clients),
+        "-T",
+        str(int(seconds)),
+        "-P",
+        "1",
+    ]
     for name, (weight, script) in TURNS.items():
         path = rig.folder / f"{name}.sql"
         path.write_text(script)
         words += ["-f", f"{path}@{weight}"]
-    return subprocess.Popen([*words, dsn], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [*words, dsn], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def quarters(values: list[float]) -> list[float]:
@@ -206,14 +227,15 @@ def main() -> None:
                 db.execute("vacuum analyze taskboard.jobs")
             run = Run(rig, side.dsn, seconds, each)
             process = load(rig, side.dsn, seconds, given.clients)
-            parts = [run.part(work)
-                     for work in (run.probe, run.hold, run.report, run.roll, run.look)]  # fmt: skip
-            out, err = "", ""
+            parts = [
+                run.part(work) for work in (run.probe, run.hold, run.report, run.roll, run.look)
+            ]
+            err = ""
             try:
-                out, err = process.communicate(timeout=seconds + 120)
+                _, err = process.communicate(timeout=seconds + 120)
             except KeyboardInterrupt:
                 process.terminate()
-                out, err = process.communicate()
+                _, err = process.communicate()
             run.stop.set()
             for part in parts:
                 part.join()
@@ -234,8 +256,9 @@ def take_settings_away(db: Db) -> None:
     for table in TABLES:
         (options,) = db.execute(
             "select coalesce(array_agg(split_part(o, '=', 1)), '{}') from pg_class,"
-            " unnest(reloptions) as o where oid = to_regclass(%s)", [f"taskboard.{table}"],
-        ).fetchone() or ([],)  # fmt: skip
+            " unnest(reloptions) as o where oid = to_regclass(%s)",
+            [f"taskboard.{table}"],
+        ).fetchone() or ([],)
         if options:
             db.execute(f"alter table taskboard.{table} reset ({', '.join(options)})".encode())
 
@@ -246,8 +269,8 @@ def tell(machine: dict[str, str], run: Run, rates: list[float], given: argparse.
     vacuums = figures.pop("vacuums")
     print("\n".join(f"* {name}: {value}" for name, value in machine.items()))
     print(
-        f"* this run: {given.minutes:g} minutes, {given.clients} clients, {given.backlog:,} jobs wait"
-        f" always, autovacuum {given.autovacuum}; {run.days} days of history dropped,"
+        f"* this run: {given.minutes:g} minutes, {given.clients} clients, {given.backlog:,} jobs"
+        f" wait always, autovacuum {given.autovacuum}; {run.days} days of history dropped,"
         f" {run.reports} reports, {vacuums[-1] if vacuums else 0:.0f} vacuums of the live jobs\n"
     )
     print("| median of each quarter | first | second, snapshot | third, snapshot | last | most |")
@@ -257,17 +280,32 @@ def tell(machine: dict[str, str], run: Run, rates: list[float], given: argparse.
         print(f"| {name} | {cells} |")
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "sustained.json").write_text(json.dumps(
-            {"machine": machine, "each second": rates, "seconds between looks": run.each,
-             "looks": run.seen, "claim p99": tails}, indent=1) + "\n")  # fmt: skip
+        (given.out / "sustained.json").write_text(
+            json.dumps(
+                {
+                    "machine": machine,
+                    "each second": rates,
+                    "seconds between looks": run.each,
+                    "looks": run.seen,
+                    "claim p99": tails,
+                },
+                indent=1,
+            )
+            + "\n"
+        )
         charts = {
             "throughput": curves("jobs ended", {"jobs/s": rates}, "a second"),
             "claim-p99": curves("the 99th of a hundred claims", {"claim": tails}, "ms", run.each),
-            "dead-rows": curves("dead rows of the live jobs", {"dead": run.seen["dead rows"]},
-                                "rows", run.each),
-            "size": curves("size", {name: run.seen[name] for name in
-                                    ("table, MB", "indexes, MB", "history, MB")}, "MB", run.each),
-        }  # fmt: skip
+            "dead-rows": curves(
+                "dead rows of the live jobs", {"dead": run.seen["dead rows"]}, "rows", run.each
+            ),
+            "size": curves(
+                "size",
+                {name: run.seen[name] for name in ("table, MB", "indexes, MB", "history, MB")},
+                "MB",
+                run.each,
+            ),
+        }
         for name, drawing in charts.items():
             (given.out / f"sustained-{name}.svg").write_text(drawing)
 

@@ -62,14 +62,23 @@ def test_the_page_of_costs_has_each_verb_that_is_counted_and_each_verb_exists(
     made = page[page.index(cost.BEGIN) : page.index(cost.END)]
     names = [line.split("|")[1].strip() for line in made.splitlines() if line.startswith("| ")]
     assert names[1:] == [verb.name for verb in cost.VERBS]
-    functions = {name for (name,) in rows(db, "select proname from pg_proc"
-                 " where pronamespace = 'taskboard'::regnamespace")}  # fmt: skip
+    functions = {
+        name
+        for (name,) in rows(
+            db, "select proname from pg_proc where pronamespace = 'taskboard'::regnamespace"
+        )
+    }
     assert {verb.call.split("(")[0].removeprefix("taskboard.") for verb in cost.VERBS} <= functions
 
 
 def test_tables_with_many_dead_rows_come_with_settings_of_their_own(db: Connection) -> None:
-    found = dict(rows(db, "select relname, array_to_string(reloptions, ' ') from pg_class"
-                      " where relnamespace = 'taskboard'::regnamespace and relkind = 'r'"))  # fmt: skip
+    found = dict(
+        rows(
+            db,
+            "select relname, array_to_string(reloptions, ' ') from pg_class"
+            " where relnamespace = 'taskboard'::regnamespace and relkind = 'r'",
+        )
+    )
     for table in ("jobs", "unique_keys", "serial_keys", "effects"):
         assert "autovacuum_vacuum_scale_factor=0.05" in found[table]
         assert "autovacuum_vacuum_cost_delay=0" in found[table]

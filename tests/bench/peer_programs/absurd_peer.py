@@ -16,7 +16,8 @@ def sql() -> dict[str, object]:
     spawn = f"absurd.spawn_task('default', 'email', '{peer.PAYLOAD}'::jsonb, '{{}}'::jsonb)"
     return {
         "enqueue": f"select task_id, run_id, attempt from {spawn}",
-        "bulk": f"select count(s) from (select {spawn} as s from generate_series(1, @N@) offset 0) as x",
+        "bulk": f"select count(s) from (select {spawn} as s from generate_series(1, @N@)"
+        " offset 0) as x",
         "one": "select run_id, task_id, attempt, task_name, params, retry_strategy, max_attempts,"
         " headers, wake_event, event_payload from absurd.claim_task('default', 'w', 120, 1)"
         " \\gset\nselect absurd.complete_run('default', ':run_id', 'null'::jsonb)",
@@ -26,7 +27,8 @@ def sql() -> dict[str, object]:
         "guarantees": {
             "token checked": "by the run's id, new with each attempt",
             "dead worker's job": "run again when its claim has timed out (120 s)",
-            "history": "yes, rows stay until cleaned up", "seen in": "absurd_sdk/__init__.py",
+            "history": "yes, rows stay until cleaned up",
+            "seen in": "absurd_sdk/__init__.py",
         },
     }
 

@@ -22,19 +22,30 @@ def sql() -> dict[str, object]:
     from awa._awa import derive_kind
 
     insert = peer.bind(
-        bridge._INSERT_SQL_DOLLAR, f"'{derive_kind('Email')}'", "'default'", f"'{peer.PAYLOAD}'",
-        "'available'", "2", "25", "null", "'{}'", "'{}'", "null",
-    )  # fmt: skip
+        bridge._INSERT_SQL_DOLLAR,
+        f"'{derive_kind('Email')}'",
+        "'default'",
+        f"'{peer.PAYLOAD}'",
+        "'available'",
+        "2",
+        "25",
+        "null",
+        "'{}'",
+        "'{}'",
+        "null",
+    )
     call = insert[insert.index("FROM ") + 5 :]
     return {
         "enqueue": insert,
-        "bulk": f"select count(j) from (select {call} as j from generate_series(1, @N@) offset 0) as x",
+        "bulk": f"select count(j) from (select {call} as j from generate_series(1, @N@)"
+        " offset 0) as x",
         "waiting": "select count(*) from awa.jobs where state in ('available', 'running')",
         "tables": [],
         "guarantees": {
             "token checked": "by a lease of its own (engine in Rust, not read)",
             "dead worker's job": "rescued by heartbeat, says its page",
-            "history": "completed jobs are kept for hours", "seen in": "awa_pg's METADATA",
+            "history": "completed jobs are kept for hours",
+            "seen in": "awa_pg's METADATA",
         },
     }
 

@@ -31,7 +31,7 @@ async function sql () {
     enqueue: `select * from graphile_worker.add_job('email', '${PAYLOAD}'::json)`,
     bulk: `select count(*) from graphile_worker.add_jobs((select array_agg(${spec}) from generate_series(1, @N@)))`,
     one: getOne + ' \\gset\n' + doneOne,
-    many: collected(getMany, 'array_agg(id) as ids, count(payload)') + ' \\gset\n' + doneMany,
+    many: collected(getMany.replace('returning *', 'returning jobs.id, jobs.payload'), 'array_agg(id) as ids, count(payload)') + ' \\gset\n' + doneMany,
     waiting: 'select count(*) from graphile_worker._private_jobs',
     tables: ['graphile_worker._private_jobs'],
     guarantees: {

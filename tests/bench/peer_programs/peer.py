@@ -18,8 +18,9 @@ DSN = os.environ.get("BENCH_DSN", "")
 SLOTS = int(os.environ.get("BENCH_SLOTS", "10"))
 
 
-def main(sql: Callable[[], dict[str, object]], install: Callable[[], None],
-         work: Callable[[], None]) -> None:  # fmt: skip
+def main(
+    sql: Callable[[], dict[str, object]], install: Callable[[], None], work: Callable[[], None]
+) -> None:
     what = sys.argv[1]
     if what == "sql":
         print(json.dumps(sql()))
@@ -39,7 +40,9 @@ def collected(statement: str, select: str) -> str:
     """Let a statement's rows be the input of a `select`: its end becomes one more `with` part."""
     depth, quoted, cut = 0, False, -1
     begins = statement.lower().startswith("with ")
-    for found in re.finditer(r"[()']|\b(?:select|update|delete|insert)\b", statement, re.IGNORECASE):
+    for found in re.finditer(
+        r"[()']|\b(?:select|update|delete|insert)\b", statement, re.IGNORECASE
+    ):
         word = found[0].lower()
         if word == "'":
             quoted = not quoted

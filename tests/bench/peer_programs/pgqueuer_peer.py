@@ -19,43 +19,58 @@ def sql() -> dict[str, object]:
     data = f"convert_to('{peer.PAYLOAD}', 'UTF8')"
 
     def enqueue(n: str) -> str:
-        many = [f"array_fill({value}, array[{n}])" for value in (
-            "0", "'email'::text", data, "'0'::interval", "null::text", "null::jsonb")]  # fmt: skip
+        many = [
+            f"array_fill({value}, array[{n}])"
+            for value in ("0", "'email'::text", data, "'0'::interval", "null::text", "null::jsonb")
+        ]
         return peer.bind(own.build_enqueue_query(), *many)
 
     def dequeue(n: str) -> str:
         query = own.build_dequeue_query(
-            batch_size=1, entrypoints=["email"], concurrency_limits=[0],
-            queue_manager_id=uuid.UUID(int=1), global_concurrency_limit=None,
+            batch_size=1,
+            entrypoints=["email"],
+            concurrency_limits=[0],
+            queue_manager_id=uuid.UUID(int=1),
+            global_concurrency_limit=None,
             heartbeat_timeout=timedelta(seconds=30),
-        )  # fmt: skip
+        )
         values = []
         for value in query.args:
             values.append(
-                n if value == 1 else "array['email']" if isinstance(value, list)
-                else "interval '30 seconds'" if isinstance(value, timedelta) else f"'{value}'"
-            )  # fmt: skip
+                n
+                if value == 1
+                else "array['email']"
+                if isinstance(value, list)
+                else "interval '30 seconds'"
+                if isinstance(value, timedelta)
+                else f"'{value}'"
+            )
         return peer.bind(query.sql, *values)
 
     def done(ids: str, n: str) -> str:
         status = f"array_fill('successful'::pgqueuer_status, array[{n}])"
-        return peer.bind(own.build_log_job_query(), ids, status,
-                         f"array_fill(null::jsonb, array[{n}])")  # fmt: skip
+        return peer.bind(
+            own.build_log_job_query(), ids, status, f"array_fill(null::jsonb, array[{n}])"
+        )
 
     return {
-        "enqueue": enqueue("1"), "bulk": enqueue("@N@"),
-        "one": peer.collected(dequeue("1"), "max(id) as id, count(payload)") + " \\gset\n"
+        "enqueue": enqueue("1"),
+        "bulk": enqueue("@N@"),
+        "one": peer.collected(dequeue("1"), "max(id) as id, count(payload)")
+        + " \\gset\n"
         + done("array[:id]::bigint[]", "1"),
         "many": peer.collected(dequeue("@N@"), "array_agg(id) as ids, count(payload)")
-        + " \\gset\n" + done("':ids'::bigint[]", "@N@"),
-        "waiting": "select count(*) from pgqueuer", "tables": ["pgqueuer", "pgqueuer_log"],
+        + " \\gset\n"
+        + done("':ids'::bigint[]", "@N@"),
+        "waiting": "select count(*) from pgqueuer",
+        "tables": ["pgqueuer", "pgqueuer_log"],
         "guarantees": {
             "token checked": "no: by id",
             "dead worker's job": "picked again when its heartbeat is stale (30 s)",
             "history": "a log of states, without payload",
             "seen in": "pgqueuer/adapters/persistence/qb.py",
         },
-    }  # fmt: skip
+    }
 
 
 def install() -> None:

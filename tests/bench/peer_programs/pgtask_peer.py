@@ -12,23 +12,35 @@ from meter import meter
 def sql() -> dict[str, object]:
     import json
 
-    request = json.dumps({
-        "task_name": "email", "payload": json.loads(peer.PAYLOAD), "queue_name": "default",
-        "handler_version": 1, "run_at": None, "priority": 0, "max_attempts": 5,
-        "idempotency_key": None, "headers": {},
-    })  # fmt: skip
+    request = json.dumps(
+        {
+            "task_name": "email",
+            "payload": json.loads(peer.PAYLOAD),
+            "queue_name": "default",
+            "handler_version": 1,
+            "run_at": None,
+            "priority": 0,
+            "max_attempts": 5,
+            "idempotency_key": None,
+            "headers": {},
+        }
+    )
     many = "select count(*) from pgtask.enqueue_many({})"
-    claim = ("pgtask.claim('default', '00000000-0000-0000-0000-000000000001', '{email}', '{1}',"
-             " @N@, 30000)")  # fmt: skip
-    done = ("jsonb_build_object('task_id', id, 'attempt', attempt, 'lease_token', lease_token,"
-            " 'has_result', false)")  # fmt: skip
+    claim = (
+        "pgtask.claim('default', '00000000-0000-0000-0000-000000000001', '{email}', '{1}',"
+        " @N@, 30000)"
+    )
+    done = (
+        "jsonb_build_object('task_id', id, 'attempt', attempt, 'lease_token', lease_token,"
+        " 'has_result', false)"
+    )
     return {
         "enqueue": many.format(f"'[{request}]'::jsonb"),
-        "bulk": many.format(
-            f"(select jsonb_agg('{request}'::jsonb) from generate_series(1, @N@))"),
+        "bulk": many.format(f"(select jsonb_agg('{request}'::jsonb) from generate_series(1, @N@))"),
         "one": f"select * from {claim} \\gset\n".replace("@N@", "1")
-        + "select completed from pgtask.complete_tasks(jsonb_build_array(jsonb_build_object('task_id',"
-        " ':id', 'attempt', :attempt, 'lease_token', ':lease_token', 'has_result', false)))",
+        + "select completed from pgtask.complete_tasks(jsonb_build_array(jsonb_build_object("
+        "'task_id', ':id', 'attempt', :attempt, 'lease_token', ':lease_token',"
+        " 'has_result', false)))",
         "many": f"select jsonb_agg({done}) as done, count(payload) from {claim} \\gset\n"
         "select count(*) from pgtask.complete_tasks(':done')",
         "waiting": "select count(*) from pgtask.tasks where state in ('pending', 'running')",
@@ -36,9 +48,10 @@ def sql() -> dict[str, object]:
         "guarantees": {
             "token checked": "by a lease token in complete_tasks",
             "dead worker's job": "recovered when its lease (30 s) has expired",
-            "history": "yes, until retention deletes", "seen in": "pgtask.claim, pgtask.complete_tasks",
+            "history": "yes, until retention deletes",
+            "seen in": "pgtask.claim, pgtask.complete_tasks",
         },
-    }  # fmt: skip
+    }
 
 
 def install() -> None:

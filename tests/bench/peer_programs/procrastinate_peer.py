@@ -11,8 +11,10 @@ from meter import meter
 def sql() -> dict[str, object]:
     from procrastinate import sql as own
 
-    job = (f"row('default', 'email', 0, null, null, '{peer.PAYLOAD}'::jsonb, null)"
-           "::procrastinate_job_to_defer_v1")  # fmt: skip
+    job = (
+        f"row('default', 'email', 0, null, null, '{peer.PAYLOAD}'::jsonb, null)"
+        "::procrastinate_job_to_defer_v1"
+    )
 
     def call(name: str, **values: str) -> str:
         text = own.queries[name]
@@ -23,7 +25,8 @@ def sql() -> dict[str, object]:
     return {
         "enqueue": call("defer_jobs", jobs=f"array[{job}]"),
         "bulk": call("defer_jobs", jobs=f"(select array_agg({job}) from generate_series(1, @N@))"),
-        "one": call("fetch_job", queues="null", worker_id="null") + " \\gset\n"
+        "one": call("fetch_job", queues="null", worker_id="null")
+        + " \\gset\n"
         + call("finish_job", job_id=":id", status="'succeeded'", delete_job="false"),
         "waiting": "select count(*) from procrastinate_jobs where status in ('todo', 'doing')",
         "tables": ["procrastinate_jobs", "procrastinate_events"],
