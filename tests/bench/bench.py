@@ -30,6 +30,7 @@ import rows_claim
 import rows_runner
 import rows_sql
 import rows_wake
+import statements
 from lines import Line, as_json, table
 from machine import Rig, describe
 from rows_sql import Options, say
@@ -65,6 +66,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=200, help="claims and pick-ups timed (200)")
     parser.add_argument("--postgres", default="auto", help="auto, wheel, or a folder with initdb")
     parser.add_argument("--protocol", default="simple", choices=["simple", "extended", "prepared"])
+    parser.add_argument(
+        "--statements",
+        action="store_true",
+        help="tell which statements inside our functions took the time; it costs some of it",
+    )
     parser.add_argument("--smoke", action="store_true", help="every row for a moment")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="for table, JSON and charts")
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
@@ -94,7 +100,12 @@ def main() -> None:
             sys.exit(f"no row {name}; there are {', '.join(ROWS)}")
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
-        rig = Rig(given.postgres, Path(folder), careless=given.smoke)
+        rig = Rig(
+            given.postgres,
+            Path(folder),
+            careless=given.smoke,
+            **(statements.SETTINGS if given.statements else {}),
+        )
         try:
             rig.protocol = given.protocol
             machine = describe(rig, Path(folder))
@@ -107,6 +118,8 @@ def main() -> None:
             for name in names:
                 say(f"{name} …")
                 lines += ROWS[name](rig, sides, options)
+            if given.statements:
+                say(statements.told(rig, sides[1].dsn))
         finally:
             with suppress(Exception):
                 rig.close()

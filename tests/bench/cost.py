@@ -239,7 +239,9 @@ def table(costs: dict[str, Cost], floors: dict[str, float], version: str) -> str
 
 
 def short(value: float) -> str:
-    return f"{value:.0f}" if value >= 10 or value == int(value) else f"{value:.2f}"
+    if value >= 10 or value == int(value):
+        return f"{value:.0f}"
+    return f"{value:.3f}" if value < 0.01 else f"{value:.2f}"
 
 
 def main() -> None:
