@@ -34,7 +34,7 @@ def drawing(width: float, height: float, title: str, parts: Sequence[str]) -> st
 
 def bars(title: str, rows: Sequence[tuple[str, float, str]], mark: float | None = None) -> str:
     """A bar for each (name, length, words beside it); a line where the mark is."""
-    left, width, step = 330.0, 380.0, 18.0
+    left, width, step = 470.0, 380.0, 18.0
     longest = max([length for _, length, _ in rows] + [mark or 0, 1e-9])
     parts = []
     for n, (name, length, words) in enumerate(rows):

@@ -60,7 +60,7 @@ def wake(rig: Rig, sides: Sequence[Side], options: Options) -> list[Line]:
                     nullcontext() if busy else idle(rig, side.dsn),
                     working(rig, side, 10, "rate", 600, 100_000_000) if busy else nullcontext(),
                 ):
-                    settle(1.0 if busy else 0.05)  # the runner has come up
+                    settle(min(1.0, seconds * 5) if busy else 0.05)  # the runner has come up
                     return rig.run(side.dsn, side.enqueue, clients, seconds).tps
 
             lines.append(in_turns([on, off], options.fewer(3), line, measure))
