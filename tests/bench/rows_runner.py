@@ -96,8 +96,8 @@ def runner(rig: Rig, sides: Sequence[Side], options: Options) -> list[Line]:
     def measure(side: Side, slots: int, seconds: float = seconds) -> float:
         # Twice as many as the last time's rate would need, in the time and while it gets warm.
         jobs = int(guess[side.name] * seconds * 2) + 500
+        side.start_anew(rig)
         with rig.connect(side.dsn) as db:
-            side.empty(db)
             side.fill(db, jobs)
         with working(rig, side, slots, "rate", seconds, jobs) as (out, process):
             line = wait_for(out, process, "rate ", seconds * 6 + 30)
@@ -150,19 +150,13 @@ def pickup(rig: Rig, sides: Sequence[Side], options: Options) -> list[Line]:
 
 def pick_up(rig: Rig, side: Side, samples: int) -> list[float]:
     warm, waits = max(samples // 10, 2), []
-    with rig.connect(side.dsn) as db:
-        side.empty(db)
-        with working(rig, side, 10, "pickup", 0, 0) as (out, process):
-            deadline = monotonic() + 60
-            while side.left(db):  # of a side that cannot be emptied
-                if monotonic() > deadline:
-                    raise RuntimeError("jobs of before do not end")
-                sleep(0.1)
-            for n in range(1_000_000, 1_000_000 + samples + warm):
-                payload = PAYLOAD.replace("{", f'{{"n": {n}, ', 1)
-                db.execute(side.enqueue.replace(PAYLOAD, payload).encode())
-                sent = time()
-                line = wait_for(out, process, f"{n} ", 30)
-                waits.append((float(line.split()[1]) - sent) * 1000)
-                sleep(random.uniform(0.04, 0.08))
+    side.start_anew(rig)
+    with rig.connect(side.dsn) as db, working(rig, side, 10, "pickup", 0, 0) as (out, process):
+        for n in range(1_000_000, 1_000_000 + samples + warm):
+            payload = PAYLOAD.replace("{", f'{{"n": {n}, ', 1)
+            db.execute(side.enqueue.replace(PAYLOAD, payload).encode())
+            sent = time()
+            line = wait_for(out, process, f"{n} ", 30)
+            waits.append((float(line.split()[1]) - sent) * 1000)
+            sleep(random.uniform(0.04, 0.08))
     return waits[warm:]

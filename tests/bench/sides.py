@@ -36,17 +36,26 @@ class Side:
     most: int = 1000  # jobs in a batch, at most
     fills: Callable[[int], str] | None = None  # a quicker way to many jobs than `bulk`
     dsn: str = ""
+    made: int = 0
 
     def set_up(self, rig: Rig) -> None:
         """Make its database."""
-        name = "bench_" + "".join(c if c.isalnum() else "_" for c in self.name.lower())
-        self.dsn = rig.create(name)
+        self.made += 1
+        name = "".join(c if c.isalnum() else "_" for c in self.name.lower())
+        self.dsn = rig.create(f"bench_{name}_{self.made}")
         self.install(rig, self.dsn)
 
     def left(self, db: Db) -> int:
         """How many jobs have not ended."""
         (found,) = db.execute(self.waiting.encode()).fetchone() or (0,)
         return int(found)
+
+    def start_anew(self, rig: Rig) -> None:
+        """Be without jobs: emptied, or in a new database where no table may be emptied."""
+        if not self.tables:
+            return self.set_up(rig)
+        with rig.connect(self.dsn) as db:
+            self.empty(db)
 
     def empty(self, db: Db) -> None:
         if self.tables:
