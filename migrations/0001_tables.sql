@@ -98,6 +98,8 @@ create table if not exists taskboard.queue_rights (
   constraint queue_rights_key primary key (role, queue)
 );
 
+-- Every job leaves two dead rows here: where it stood when it was claimed, and when it ended. A
+-- backlog must not put off the vacuum in proportion, and the vacuum must not be slowed down.
 create table if not exists taskboard.jobs (
   id uuid not null,
   lane_id integer not null,
@@ -136,7 +138,10 @@ create table if not exists taskboard.jobs (
   constraint jobs_leased_whole_and_waiting_without_date check (
     (lease_token is null) = (leased_by is null)
     and (waits_for is null) = isfinite(claimable_at))
-);
+) with (
+  autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_scale_factor = 0.05,
+  autovacuum_vacuum_cost_delay = 0, toast.autovacuum_vacuum_threshold = 1000,
+  toast.autovacuum_vacuum_scale_factor = 0.05, toast.autovacuum_vacuum_cost_delay = 0);
 
 -- Without the id: for a table that looks empty the planner would use this one to find it, and
 -- keep that plan when there are a million.
@@ -152,7 +157,9 @@ create table if not exists taskboard.unique_keys (
   live boolean not null,
   held_until timestamptz,
   constraint unique_keys_key primary key (kind, key)
-);
+) with (
+  autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_scale_factor = 0.05,
+  autovacuum_vacuum_cost_delay = 0);
 
 create table if not exists taskboard.serial_keys (
   key text not null,
@@ -160,7 +167,9 @@ create table if not exists taskboard.serial_keys (
   turn_no bigint not null,
   last_no bigint not null,
   constraint serial_keys_key primary key (key)
-);
+) with (
+  autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_scale_factor = 0.05,
+  autovacuum_vacuum_cost_delay = 0);
 
 create table if not exists taskboard.history (
   id uuid not null,
@@ -215,7 +224,9 @@ create table if not exists taskboard.effects (
   result jsonb,
   constraint effects_key primary key (job_id, step, lease_token),
   constraint effects_ended_whole check ((ended_at is null) = (happened is null))
-);
+) with (
+  autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_scale_factor = 0.05,
+  autovacuum_vacuum_cost_delay = 0);
 
 create table if not exists taskboard.schedules (
   name text not null,

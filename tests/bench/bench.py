@@ -1,199 +1,149 @@
-"""Measure Taskboard against a floor of plain SQL, in one run, and print ratios.
+"""Measure Taskboard against a floor of plain SQL, and against others, and print one table.
 
-    python tests/bench/bench.py [--quick] [--seconds S] [--rounds N] [--postgres BIN] [case …]
+    python tests/bench/bench.py                     all rows, about eight minutes
+    python tests/bench/bench.py --peers             the same beside others, about fifteen
+    python tests/bench/bench.py --rows enqueue,drain --seconds 1 --rounds 3
+    python tests/bench/bench.py --smoke             every row for a moment, to see that it works
 
-The floor is what a person would write by hand: one table, `skip locked` pick and update, delete by
-id; no token, no history, no functions. Both run on one server of this program's own, durable, by
-pgbench, in turns; the figure is the median over the rounds of (Taskboard / floor), with its spread.
-Machines differ and are noisy: quote ratios, not rates.
+One durable PostgreSQL of this program's own (`--postgres BIN` for another version), a database for
+each side, pgbench for the calls; all sides take turns in short slices. A figure is the median over
+the rounds, first as the ratio to the floor in the same round, with its spread. `--out FOLDER` gets
+the table, all samples as JSON, and charts. Machines differ and are noisy: quote ratios, not rates.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import platform
-import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-
-import psycopg
+from time import monotonic
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support import make_server
-from taskboard.migrate import migrate
+import charts
+import peers
+import rows_claim
+import rows_runner
+import rows_sql
+import rows_wake
+import statements
+from lines import Line, as_json, table
+from machine import Rig, describe
+from rows_sql import Options, say
+from sides import Side, floor, taskboard
 
-PAYLOAD = '{"to": "ada@example.com", "subject": "Hello", "text": "about a hundred bytes of text"}'
-
-FLOOR = """
-create table floor (
-  id bigserial primary key, kind text not null, payload jsonb not null,
-  run_at timestamptz not null default now(), locked_until timestamptz);
-create index on floor (run_at, id) where locked_until is null;
-"""
-
-FLOOR_PICK = """update floor set locked_until = now() + interval '60 s'
-  where id = any (array(
-    select id from floor where locked_until is null and run_at <= now()
-    order by run_at, id limit {n} for update skip locked))
-  returning id, payload"""
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One comparison: a pgbench script for each side, and how many jobs a transaction moves."""
-
-    name: str
-    floor: str
-    ours: str
-    jobs: int = 1
-    drains: bool = False
-    goal: float = 0.80
+Row = Callable[[Rig, Sequence[Side], Options], list[Line]]
+ROWS: dict[str, Row] = {
+    "enqueue": rows_sql.enqueue,
+    "bulk": rows_sql.bulk,
+    "drain": rows_sql.drain,
+    "batches": rows_sql.batches,
+    "sustained": rows_sql.sustained,
+    "claim": rows_claim.claim_latency,
+    "runner": rows_runner.runner,
+    "pickup": rows_runner.pickup,
+    "wake": rows_wake.wake,
+}
+SMOKE = Options(seconds=0.1, rounds=1, clients=(2,), scale=0.0005, sustained=1, turns=3)
 
 
-def batch(n: int) -> tuple[str, str]:
-    return (
-        f"with picked as ({FLOOR_PICK.format(n=n)})"
-        " select array_agg(id) as ids, count(payload) from picked \\gset\n"
-        "delete from floor where id = any (':ids');\n",
-        "select array_agg(job_id) as ids, array_agg(lease_token) as tokens, count(payload)"
-        f" from taskboard.claim('{{default}}', '{{email}}', {n}) \\gset\n"
-        "select count(*) from taskboard.complete_many(':ids', ':tokens');\n",
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--rows", default=",".join(ROWS), help="which rows: " + ", ".join(ROWS))
+    parser.add_argument("--seconds", type=float, help="of a slice (2; with peers 1)")
+    parser.add_argument(
+        "--rounds", type=int, help="how often each side has its turn (3; with peers 2)"
+    )
+    parser.add_argument("--clients", default="1,4,8", help="of enqueue and drain (1,4,8)")
+    parser.add_argument("--scale", type=float, default=1, help="of the backlogs, 1 is 1 M jobs")
+    parser.add_argument("--sustained", type=float, default=60, help="seconds under a snapshot (60)")
+    parser.add_argument("--turns", type=int, default=200, help="claims and pick-ups timed (200)")
+    parser.add_argument("--postgres", default="auto", help="auto, wheel, or a folder with initdb")
+    parser.add_argument("--protocol", default="simple", choices=["simple", "extended", "prepared"])
+    parser.add_argument(
+        "--statements",
+        action="store_true",
+        help="tell which statements inside our functions took the time; it costs some of it",
+    )
+    parser.add_argument("--smoke", action="store_true", help="every row for a moment")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for table, JSON and charts")
+    parser.add_argument("--json", action="store_true", help="print JSON, not a table")
+    peers.add_arguments(parser)
+    return parser.parse_args()
 
 
-CASES = [
-    Case(
-        "enqueue, one per transaction",
-        f"insert into floor (kind, payload) values ('email', '{PAYLOAD}') returning id;\n",
-        f"select * from taskboard.enqueue('email', '{PAYLOAD}');\n",
-        goal=0.85,
-    ),
-    *(
-        Case(
-            f"enqueue, {n:,} a statement",
-            f"insert into floor (kind, payload) select 'email', p"
-            f" from unnest(array_fill('{PAYLOAD}'::jsonb, array[{n}])) as p;\n",
-            f"select count(*) from taskboard.enqueue_many('email',"
-            f" array_fill('{PAYLOAD}'::jsonb, array[{n}]));\n",
-            jobs=n,
-            goal=0.85,
-        )
-        for n in (1000, 100_000)
-    ),
-    Case(
-        "drain, claim 1 + complete 1",
-        FLOOR_PICK.format(n=1) + " \\gset\ndelete from floor where id = :id;\n",
-        "select * from taskboard.claim('{default}', '{email}', 1) \\gset\n"
-        "select * from taskboard.complete(':job_id', ':lease_token');\n",
-        drains=True,
-    ),
-    Case("drain, batches of 10", *batch(10), jobs=10, drains=True),
-    Case("drain, batches of 100", *batch(100), jobs=100, drains=True),
-]
-
-
-class Bench:
-    """A server with both sides installed, and pgbench."""
-
-    def __init__(self, choice: str, folder: Path) -> None:
-        self.server = make_server(choice, {"shared_buffers": "512MB", "max_wal_size": "4GB"})
-        self.dsn = self.server.dsn("postgres")
-        self.pgbench = Path(self.server.name) / "pgbench"
-        self.folder = folder
-        migrate(self.dsn)
-        self.db = psycopg.connect(self.dsn, autocommit=True)
-        self.db.execute(FLOOR)
-
-    def fill(self, jobs: int) -> None:
-        """Give both sides so many ready jobs, and nothing else."""
-        self.db.execute("truncate floor, taskboard.jobs, taskboard.history")
-        self.db.execute(
-            "insert into floor (kind, payload) select 'email', %s::jsonb"
-            " from generate_series(1, %s)", [PAYLOAD, jobs],
-        )  # fmt: skip
-        for start in range(0, jobs, 100_000):
-            self.db.execute(
-                "select count(*) from taskboard.enqueue_many('email',"
-                " array_fill(%s::jsonb, array[%s::integer]))",
-                [PAYLOAD, min(100_000, jobs - start)],
-            )
-        self.db.execute("vacuum analyze floor")
-        self.db.execute("vacuum analyze taskboard.jobs")
-        self.db.execute("checkpoint")
-
-    def rate(self, script: str, clients: int, seconds: float, jobs: int) -> float:
-        """Run a script and tell how many jobs a second it moved."""
-        path = self.folder / "script.sql"
-        path.write_text(script)
-        done = subprocess.run(
-            [self.pgbench, "-n", "-M", "simple", "-c", str(clients), "-j", "1",
-             "-T", str(max(1, round(seconds))), "-f", path, self.dsn],
-            capture_output=True, text=True, timeout=seconds * 10 + 60,
-        )  # fmt: skip
-        for line in done.stdout.splitlines():
-            if line.startswith("tps = "):
-                return float(line.split()[2]) * jobs
-        raise RuntimeError(done.stderr[-800:])
-
-
-def compare(
-    bench: Bench, case: Case, clients: int, rounds: int, seconds: float, say: Callable[[str], None]
-) -> None:
-    """Run both sides in turns; print the median ratio, its spread and the median rates."""
-    ratios, ours, floors = [], [], []
-    for turn in range(rounds):
-        bench.fill(int(case.jobs * seconds * (9_000 if case.jobs == 1 else 2_500)) if case.drains
-                   else 0)  # fmt: skip
-        both = [("floor", case.floor), ("ours", case.ours)]
-        rates = {
-            side: bench.rate(script, clients, seconds, case.jobs)
-            for side, script in (both if turn % 2 else both[::-1])
-        }
-        ratios.append(rates["ours"] / rates["floor"])
-        ours.append(rates["ours"])
-        floors.append(rates["floor"])
-    middle = statistics.median(ratios)
-    say(
-        f"| {case.name} | {clients} | {middle:.2f} ({min(ratios):.2f}-{max(ratios):.2f}) "
-        f"| {case.goal:.2f} | {statistics.median(floors):,.0f} | {statistics.median(ours):,.0f} |"
+def chosen(given: argparse.Namespace) -> Options:
+    if given.smoke:
+        return SMOKE
+    beside = bool(given.peers is not None or given.pgmq_sql or given.pgque_sql)
+    return Options(
+        seconds=given.seconds if given.seconds is not None else (1 if beside else 2),
+        rounds=given.rounds or (2 if beside else 3),
+        clients=tuple(int(n) for n in given.clients.split(",")),
+        scale=given.scale,
+        sustained=given.sustained,
+        turns=given.turns,
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="*", help="parts of case names; all by default")
-    parser.add_argument("--quick", action="store_true", help="a smoke test of some seconds")
-    parser.add_argument("--seconds", type=float, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--clients", type=int, nargs="*", default=[1, 4, 8])
-    parser.add_argument("--postgres", default="auto")
-    options = parser.parse_args()
-    if options.quick:
-        options.seconds, options.rounds, options.clients = 1, 1, [2]
+    given, began = arguments(), monotonic()
+    options, names = chosen(given), given.rows.split(",")
+    for name in names:
+        if name not in ROWS:
+            sys.exit(f"no row {name}; there are {', '.join(ROWS)}")
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(options.postgres, Path(folder))
+        os.chmod(folder, 0o755)
+        rig = Rig(
+            given.postgres,
+            Path(folder),
+            careless=given.smoke,
+            **(statements.SETTINGS if given.statements else {}),
+        )
         try:
-            (version,) = bench.db.execute("show server_version").fetchone() or ("?",)
-            print(f"PostgreSQL {version}, {os.cpu_count()} cores, {platform.machine()}, durable\n")
-            print("| what | clients | ratio (spread) | goal | floor, jobs/s | Taskboard, jobs/s |")
-            print("|---|---|---|---|---|---|")
-            for case in CASES:
-                if options.cases and not any(part in case.name for part in options.cases):
-                    continue
-                if options.quick and case.jobs > 1000:
-                    continue
-                for clients in options.clients if case.jobs == 1 else options.clients[1:2] or [2]:
-                    compare(bench, case, clients, options.rounds, options.seconds,
-                            lambda line: print(line, flush=True))  # fmt: skip
+            rig.protocol = given.protocol
+            machine = describe(rig, Path(folder))
+            sides = [floor(), taskboard()]
+            for side in sides:
+                side.set_up(rig)
+            found, absent = peers.ready(given, rig, Path(folder))
+            sides += found
+            lines: list[Line] = []
+            for name in names:
+                say(f"{name} …")
+                lines += ROWS[name](rig, sides, options)
+            if given.statements:
+                say(statements.told(rig, sides[1].dsn))
         finally:
-            bench.db.close()
-            bench.server.close()
+            with suppress(Exception):
+                rig.close()
+    machine["this run"] = (
+        f"{options.rounds} rounds of {options.seconds:g} s, pgbench -M {given.protocol},"
+        f" {monotonic() - began:,.0f} s in all; load at the end {os.getloadavg()[0]:.1f}"
+    )
+    facts = [{"side": side.name} | side.guarantees for side in sides]
+    facts += [{"side": name, "not measured": why} for name, why in absent.items()]
+    text = "\n\n".join(
+        [
+            "\n".join(f"* {name}: {value}" for name, value in machine.items()),
+            table(lines),
+            *([peers.guarantees(facts)] if len(facts) > 2 else []),
+        ]
+    )
+    print(as_json(machine, lines, facts) if given.json else text)
+    if given.out:
+        given.out.mkdir(parents=True, exist_ok=True)
+        (given.out / "bench.md").write_text(text + "\n")
+        (given.out / "bench.json").write_text(as_json(machine, lines, facts) + "\n")
+        for name, drawing in charts.of(lines).items():
+            (given.out / name).write_text(drawing)
+        say(f"written to {given.out}")
 
 
 if __name__ == "__main__":
