@@ -1,4 +1,4 @@
-"""Shards on the server of this run, and a proxy before them: Debian's PostgreSQL 15 with PL/Proxy."""
+"""Shards on the server of this run; before them a proxy, on Debian's PostgreSQL 15."""
 
 from __future__ import annotations
 

@@ -320,9 +320,9 @@ SAYS = {
     "one": "On the proxy: goes to the shard of the {by}.",
     "all": "On the proxy: on all shards; a warning names one that does not answer.",
     "fill": "On the proxy: from one shard after the other, in random order, until filled.",
-    "many": "On the proxy: each job on its shard. Where one does not answer, all is to be repeated.",
+    "many": "On the proxy: each job on its shard; where one does not answer, repeat all.",
     "enqueue": "On the proxy: by coalesce(serial_key, unique_key), else any shard that answers.",
-    "enqueue_many": "On the proxy: as enqueue, by shards, so no atom; without any key on one shard.",
+    "enqueue_many": "On the proxy: as enqueue, by shard, so no atom; all without key on one.",
 }
 
 
