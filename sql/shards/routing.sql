@@ -100,34 +100,40 @@ comment on function taskboard_shards.shards_up(boolean) is
 $$List shards in random order; those that did not answer this session a moment ago come last.
 keyless: only those that take jobs without a key.$$;
 
--- PL/Proxy reports troubles of its own as internal errors (XX000); those of a shard as they are.
-create or replace function taskboard_shards.tell(shard integer, trouble text)
+-- PL/Proxy reports troubles of its own as internal errors (XX000), what a shard says as it is.
+create or replace function taskboard_shards.tell(shard integer, state text, trouble text)
 returns void
 language plpgsql
 set search_path = pg_catalog, pg_temp
 as $$
 begin
+  if tell.trouble ~ 'REMOTE ERROR' then
+    return;
+  end if;
   perform taskboard_shards.note_down(tell.shard);
   raise exception using
-    errcode = case when taskboard_shards.not_connected(tell.trouble) then '08001' else '08006' end,
+    errcode = case when taskboard_shards.not_begun(tell.state, tell.trouble)
+      then '08001' else '08006' end,
     message = format('shard %s does not answer: %s', tell.shard, tell.trouble),
-    hint = case when taskboard_shards.not_connected(tell.trouble)
+    hint = case when taskboard_shards.not_begun(tell.state, tell.trouble)
       then 'Nothing was done there. Other shards go on; ask again.'
       else 'Nobody knows whether it was done there: repeat the call.' end;
 end
 $$;
 
-comment on function taskboard_shards.tell(integer, text) is
-$$Raise a trouble with a shard as what it is: 08001, not connected; 08006, the answer is lost.$$;
+comment on function taskboard_shards.tell(integer, text, text) is
+$$Raise a trouble with a shard as what it is: 08001, nothing was done; 08006, the answer is lost.
+Returns when the shard itself raised the error.$$;
 
-create or replace function taskboard_shards.not_connected(trouble text)
+-- A server that is told to stop ends a session before or after a transaction, or undoes it.
+create or replace function taskboard_shards.not_begun(state text, trouble text)
 returns boolean
 language sql
 immutable
-return trouble ~ 'PQconnect';
+return state in ('57P01', '57P03') or trouble ~ 'PQconnect';
 
-comment on function taskboard_shards.not_connected(text) is
-$$Tell whether a call did not even leave: another shard may be asked instead.$$;
+comment on function taskboard_shards.not_begun(text, text) is
+$$Tell whether a call left nothing behind: another shard may be asked instead.$$;
 
 create or replace function taskboard_shards.note_down(shard integer)
 returns void

@@ -161,13 +161,15 @@ revoke execute on function taskboard_shards.has_foreign_ids(integer),
   taskboard_shards.spread() from public;
 """
 
+# PL/Proxy's own troubles, and what a server says that goes down.
+AWAY = "internal_error or admin_shutdown or crash_shutdown or cannot_connect_now"
 # The bodies of functions: {call} is the call on the shard v_shard.
 ON_ONE = """\
 begin
   {one}
 exception
-  when internal_error then
-    perform taskboard_shards.tell(v_shard, sqlerrm);
+  when {away} then
+    perform taskboard_shards.tell(v_shard, sqlstate, sqlerrm);
     raise;
 end"""
 # Whoever does not answer is named, and keeps nobody from being asked.
@@ -178,7 +180,10 @@ begin
       {one}
       v_answered := v_answered + 1;
     exception
-      when internal_error then
+      when {away} then
+        if sqlerrm ~ 'REMOTE ERROR' then
+          raise;
+        end if;
         raise warning using message = format('shard %s does not answer: %s', v_shard, sqlerrm);
     end;
   end loop;
@@ -195,7 +200,10 @@ begin
       v_left := v_left - v_got;
       v_answered := v_answered + 1;
     exception
-      when internal_error then
+      when {away} then
+        if sqlerrm ~ 'REMOTE ERROR' then
+          raise;
+        end if;
         perform taskboard_shards.note_down(v_shard);
         raise warning using message = format('shard %s does not answer: %s', v_shard, sqlerrm);
     end;
@@ -217,14 +225,18 @@ begin
     begin
       return query select * from {call};
     exception
-      when internal_error then
+      when {away} then
+        if sqlerrm ~ 'REMOTE ERROR' then
+          raise;
+        end if;
+        v_state := sqlstate;
         v_trouble := sqlerrm;
         v_lost := v_shard;
     end;
   end loop;
   -- No row would mean: not yours. So the call is to be repeated, which does nothing twice.
   if v_trouble is not null then
-    perform taskboard_shards.tell(v_lost, v_trouble);
+    perform taskboard_shards.tell(v_lost, v_state, v_trouble);
   end if;
 end"""
 ENQUEUE = """\
@@ -234,18 +246,20 @@ begin
     begin
       return {call};
     exception
-      when internal_error then
-        perform taskboard_shards.tell(v_shard, sqlerrm);
+      when {away} then
+        perform taskboard_shards.tell(v_shard, sqlstate, sqlerrm);
+        raise;
     end;
   end if;
   for v_shard in select taskboard_shards.shards_up(keyless => true) loop
     begin
       return {call};
     exception
-      when internal_error then
+      when {away} then
         -- Elsewhere only if it did not even leave: an answer that is lost may be a job.
-        if not taskboard_shards.not_connected(sqlerrm) then
-          perform taskboard_shards.tell(v_shard, sqlerrm);
+        if not taskboard_shards.not_begun(sqlstate, sqlerrm) then
+          perform taskboard_shards.tell(v_shard, sqlstate, sqlerrm);
+          raise;
         end if;
         perform taskboard_shards.note_down(v_shard);
     end;
@@ -269,9 +283,10 @@ begin
         return query select * from {whole};
         return;
       exception
-        when internal_error then
-          if not taskboard_shards.not_connected(sqlerrm) then
-            perform taskboard_shards.tell(v_shard, sqlerrm);
+        when {away} then
+          if not taskboard_shards.not_begun(sqlstate, sqlerrm) then
+            perform taskboard_shards.tell(v_shard, sqlstate, sqlerrm);
+            raise;
           end if;
           perform taskboard_shards.note_down(v_shard);
       end;
@@ -294,8 +309,9 @@ begin
         v_created[v_row.n] := v_row.created;
       end loop;
     exception
-      when internal_error then
-        perform taskboard_shards.tell(v_shard, sqlerrm);
+      when {away} then
+        perform taskboard_shards.tell(v_shard, sqlstate, sqlerrm);
+        raise;
     end;
   end loop;
   return query
@@ -309,7 +325,8 @@ DECLARE = {
     "all": "v_shard integer;\n  v_answered integer := 0;",
     "fill": "v_shard integer;\n  v_got integer;\n  v_answered integer := 0;\n"
     "  v_left integer := {max_jobs};",
-    "many": "v_shard integer;\n  v_places bigint[];\n  v_trouble text;\n  v_lost integer;\n"
+    "many": "v_shard integer;\n  v_places bigint[];\n  v_lost integer;\n  v_state text;\n"
+    "  v_trouble text;\n"
     "  v_whole boolean := {whole_test};",
     "enqueue": "v_shard integer;",
     "enqueue_many": "v_shard integer;\n  v_shards integer[];\n  v_along integer;\n"
@@ -428,7 +445,7 @@ set client_min_messages = warning
 as $$
 declare
   {DECLARE["all"]}
-{ON_ALL.format(one=one, last="")}
+{ON_ALL.format(one=one, last="", away=AWAY)}
 $$;
 create view taskboard.{name} as
 {every};
@@ -456,7 +473,7 @@ as $$
   {ask};
 $$;"""
     route, given = function.route, [f"${number}" for number in range(1, count + 1)]
-    values: dict[str, str] = {"last": ""}
+    values: dict[str, str] = {"last": "", "away": AWAY}
     if route == "one":
         by = "job_id" if "job_id" in (function.arguments or []) else "name"
         where = "shard_of" if by == "job_id" else "shard_of_key"
