@@ -75,8 +75,10 @@ TOGETHER = {
         {"oldest_claim_at": "min", "last_seen_at": "max", "leased_until": "max"},
     ),
 }
+# All shards give the same answer to these: that of the first will do.
+ALIKE = ("pause", "resume")
 SCALARS = {"next_claimable_at": "min", "version": "min", "may_use": "bool_and"}
-LEFT_OUT = ("listen", "unlisten")
+LEFT_OUT = ("listen", "unlisten")  # they are about a session of the shard itself
 
 OPEN = """\
 begin;
@@ -494,17 +496,18 @@ $$;"""
     if route in ("many", "enqueue_many"):
         values["whole"] = f"taskboard_calls.{name}({', '.join(['v_shard', *given])})"
         arrays = [f"${n}" for n, kind in enumerate(function.types, 1) if kind.endswith("[]")]
-        values["whole_test"] = " and ".join(
-            f"coalesce(cardinality({array}) = cardinality({arrays[0]}), {array} is null)"
-            for array in arrays[1:]
+        first = arrays[0]
+        values["whole_test"] = f"coalesce(array_ndims({first}), 1) = 1" + "".join(
+            f"\n    and coalesce(cardinality({each}) = cardinality({first}), {each} is null)"
+            f" and coalesce(array_ndims({each}), 1) = 1"
+            for each in arrays[1:]
         )
-        for array in arrays:
-            given[int(array[1:]) - 1] = (
-                f"case when {array} is not null then array(\n        select {array}[n]"
-                " from unnest(v_places) as n) end"
-                if array != arrays[0] or route == "enqueue_many"
-                else f"array(\n        select {array}[n] from unnest(v_places) as n)"
-            )
+        for each in arrays:
+            part = f"""array(
+        select a.value from unnest({each}) with ordinality as a (value, n)
+        join unnest(v_places) as p (n) on p.n = a.n
+        order by a.n)"""
+            given[int(each[1:]) - 1] = f"case when {each} is not null then {part} end"
         if route == "many":
             values["ids"] = function.number("job_ids")
         else:
@@ -513,6 +516,13 @@ $$;"""
     values["call"] = f"taskboard_calls.{name}({', '.join(['v_shard', *given])})"
     values["one"] = f"return query select * from {values['call']};"
     declared = DECLARE[route].format_map(values | {"by": ""})
+    if name in ALIKE:
+        values["one"] = f"""\
+if v_answered = 0 then
+        {values["one"]}
+      else
+        perform {values["call"]};
+      end if;"""
     if not is_set and function.result == "void":
         values["one"] = f"perform {values['call']};"
     elif not is_set and route == "one":
