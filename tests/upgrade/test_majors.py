@@ -80,7 +80,7 @@ class Work:
         assert [row[0] for row in ask("claim(kinds => '{k}')")] == [self.blocked]
         assert ask("enqueue('later', unique_key => 'u')") == [(self.unique, False)]
         assert ask("enqueue('a new lane', queue => 'a new queue')")
-        refused = "select from taskboard.incident_list where what = 'write_refused'"
+        refused = "select id from taskboard.incident_list where what = 'write_refused'"
         assert rows(new, refused)
         assert ask("maintain()")
 
