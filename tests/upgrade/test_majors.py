@@ -57,8 +57,8 @@ class Work:
         one("enqueue('k')")
         lapsed = one("claim(worker => 'B')")[:2]
         rows(old, "select * from taskboard.evict('B')")
-        one("enqueue('k', priority => 0)")
-        done = one("claim(worker => 'C')")[:2]
+        one("enqueue('other')")
+        done = one("claim(kinds => '{other}', worker => 'C')")[:2]
         one("complete(%s, %s)", *done)
         return cls(running, lapsed, done, blocked, unique)
 
