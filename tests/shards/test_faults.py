@@ -11,7 +11,7 @@ import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from shards.conftest import Sharded, shard_in
+from shards.sharded import Sharded, shard_in
 from shards.test_proxy import ask, keys
 from support import Connection, Server, rows, session, wait_for, wait_until_blocked
 from taskboard.migrate import migrate

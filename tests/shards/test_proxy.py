@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +11,11 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from catalog.matrix import matrix
-from shards.conftest import Sharded, shard_in
-from support import Connection, expire, rows
+from catalog.matrix import ROOT, matrix
+from docs.transcript import blocks
+from shards.sharded import Sharded, bare, shard_in
+from support import Connection, Databases, expire, rows, session
+from taskboard.cli import main
 from taskboard.console.shards import LEFT_OUT
 
 pytestmark = pytest.mark.wide
@@ -253,3 +256,36 @@ def test_shard_is_not_taken_for_a_proxy(sharded: Sharded, shard: list[Connection
         shard[0].execute(OPEN.encode())
     shard[0].execute("rollback")
     assert rows(shard[0], "select count(*) from taskboard.job_list") == [(1,)]
+
+
+def test_proxy_is_set_up_as_the_page_says_and_the_command_line_works_there(
+    proxies: Databases, sharded: Sharded, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], connect: Callable[..., Connection],
+) -> None:  # fmt: skip
+    dsn = proxies.server.dsn(proxies.create())
+    extension, rest = (
+        block.text for block in blocks(ROOT / "sql/shards/README.md") if block.language == "sql"
+    )
+    conn = connect("setting up", dsn)
+    conn.execute(extension)
+
+    def command(*words: str) -> str:
+        assert main(words) == 0
+        return capsys.readouterr().out
+
+    monkeypatch.setenv("TASKBOARD_DATABASE_URL", sharded.shards[0])
+    conn.execute(command("shards").encode())
+    for number, shard in enumerate(sharded.shards):
+        rest = re.sub(f"p{number} '.*'", f"p{number} '{bare(shard)}'", rest)
+    conn.execute(rest)
+    with session(dsn) as fresh:
+        assert rows(fresh, "select count(*) from taskboard_shards.slots group by shard") == [
+            (512,), (512,),
+        ]  # fmt: skip
+
+    monkeypatch.setenv("TASKBOARD_DATABASE_URL", dsn)
+    job = command("enqueue", "mail", "--unique-key", "order 1").strip()
+    assert job in command("jobs") and "ready" in command("job", job)
+    assert command("queues").count("mail") == 1
+    assert "paused" in command("pause", "mails") and "resumed" in command("resume", "mails")
+    assert "cancelled" in command("cancel", job) and "ready" in command("retry", job)
