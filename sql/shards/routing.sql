@@ -110,7 +110,6 @@ begin
   if tell.trouble ~ 'REMOTE ERROR' then
     return;
   end if;
-  perform taskboard_shards.note_down(tell.shard);
   raise exception using
     errcode = case when taskboard_shards.not_begun(tell.state, tell.trouble)
       then '08001' else '08006' end,

@@ -43,7 +43,7 @@ class Sharded:
 def bare(dsn: str) -> str:
     """Leave the user out: PL/Proxy goes on as whoever calls it."""
     parts = {name: value for name, value in conninfo_to_dict(dsn).items() if name != "user"}
-    return make_conninfo(**parts, connect_timeout=2)
+    return make_conninfo(**parts, tcp_user_timeout=1000)
 
 
 def install(proxy: str, shard: str) -> None:

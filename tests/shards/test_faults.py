@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import psycopg
@@ -92,6 +94,28 @@ def test_answer_that_is_lost_is_told_as_unknown_and_the_job_is_not_sent_elsewher
             calling.result(10)
     assert caught.value.sqlstate == "08006"
     lock.close()
+
+
+def test_host_that_is_gone_without_refusing_holds_a_call_for_its_time_out_and_is_asked_last_then(
+    sharded: Sharded, proxy: Connection, connect: Callable[..., Connection]
+) -> None:
+    ((far,),) = [keys(1, 1, proxy)]
+    with socket.socket() as gone, ExitStack() as stack:
+        gone.bind(("127.0.0.1", 0))
+        gone.listen(0)
+        for _ in range(3):  # its queue is full: what more comes is dropped
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            with suppress(BlockingIOError):
+                client.connect(gone.getsockname())
+        sharded.shards[1] = f"host=127.0.0.1 port={gone.getsockname()[1]} dbname=x"
+        sharded.configure(proxy)
+        fresh = connect("fresh", sharded.proxy)
+        # Without it each call would take two minutes, and end with the session's time-out.
+        ids = [ask(fresh, "enqueue('k')")[0][0] for _ in range(20)]
+        assert set(map(shard_in, ids)) == {0}
+        assert len(ask(fresh, "claim(max_jobs => 30)")) == 20
+        assert refused(fresh, "enqueue('k', unique_key => %s)", far) == "08001"
 
 
 def test_failover_address_of_a_shard_leads_to_the_one_that_takes_writes(
