@@ -147,6 +147,56 @@ $$;
 comment on function taskboard_shards.note_down(integer) is
 $$Remember for ten seconds, in this session, that a shard did not answer: a hint.$$;
 
+-- What the owner of the shards asks of their tables.
+create or replace function taskboard_shards.has_foreign_ids(shard integer)
+returns boolean
+language plproxy
+as $$
+  cluster 'taskboard';
+  run on shard;
+  select exists (
+    select from taskboard.jobs as j where right(j.id::text, 4) <> lpad(to_hex($1), 4, '0'))
+  or exists (
+    select from taskboard.history as h where right(h.id::text, 4) <> lpad(to_hex($1), 4, '0'));
+$$;
+
+comment on function taskboard_shards.has_foreign_ids(integer) is
+$$Tell whether a database has jobs with the number of another shard.
+For the owner of the shards alone.$$;
+
+-- -1: some key is held by a job of which no record is left, so that its slot is not known.
+create or replace function taskboard_shards.used_slots(shard integer)
+returns setof integer
+language plproxy
+as $$
+  cluster 'taskboard';
+  run on shard;
+  select distinct coalesce(
+    (get_byte(sha256(convert_to(k.key, 'UTF8')), 0) << 8
+      | get_byte(sha256(convert_to(k.key, 'UTF8')), 1)) >> 6, -1)
+  from (
+    select coalesce(j.serial_key, j.unique_key) as key, j.serial_key is null
+      and j.unique_key is null as none
+    from taskboard.jobs as j
+    union all
+    select coalesce(h.serial_key, h.unique_key), h.serial_key is null and h.unique_key is null
+    from taskboard.history as h
+    union all
+    select s.name, false from taskboard.schedules as s
+    union all
+    select null, false
+    from taskboard.unique_keys as u
+    where (u.live or u.held_until > clock_timestamp())
+      and not exists (select from taskboard.jobs as j where j.id = u.job_id)
+      and not exists (
+        select from taskboard.history as h where h.id = u.job_id and h.payload is not null)) as k
+  where not k.none;
+$$;
+
+comment on function taskboard_shards.used_slots(integer) is
+$$List the slots that a shard has keys in; -1 when it has keys whose slot is not known.
+For the owner of the shards alone.$$;
+
 create or replace function taskboard_shards.add_shard(shard integer, keyless boolean default true)
 returns void
 language plpgsql

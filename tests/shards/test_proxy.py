@@ -16,6 +16,7 @@ from docs.transcript import blocks
 from shards.sharded import Sharded, bare, shard_in
 from support import Connection, Databases, expire, rows, session
 from taskboard.cli import main
+from taskboard.console.proxied import OPEN
 from taskboard.console.shards import LEFT_OUT
 
 pytestmark = pytest.mark.wide
@@ -249,8 +250,6 @@ def test_what_the_caller_rolls_back_has_happened_on_the_shard(proxy: Connection)
 
 
 def test_shard_is_not_taken_for_a_proxy(sharded: Sharded, shard: list[Connection]) -> None:
-    from taskboard.console.shards import OPEN
-
     ask(shard[0], "enqueue('k')")
     with pytest.raises(psycopg.Error, match="it is a shard, and no proxy"):
         shard[0].execute(OPEN.encode())
