@@ -309,6 +309,24 @@ def test_ordinary_owner_is_told_the_roles_and_can_work_without_them(
         assert migrate(mine).applied == []
 
 
+@pytest.mark.wide
+def test_owner_who_may_create_roles_as_on_a_managed_server_needs_no_administrator(
+    server_factory: Callable[..., Server],
+) -> None:
+    server = server_factory(fsync="off")
+    with session(server.dsn()) as conn:
+        rows(conn, "create role first login nosuperuser createrole createdb")
+    with session(server.dsn(), user="first") as first:
+        rows(first, "create database shop")
+    assert not migrate(make_conninfo(server.dsn("shop"), user="first")).notices
+    with session(server.dsn("shop"), user="first") as first:
+        rows(first, "create role web login in role taskboard_producer")
+        with session(server.dsn("shop"), user="web") as web:
+            assert rows(web, "select created from taskboard.enqueue('k')") == [(True,)]
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                rows(web, "select * from taskboard.claim()")
+
+
 def test_role_that_may_not_make_the_schema_is_told_what_to_do(
     server: Server, empty_dsn: str
 ) -> None:

@@ -30,6 +30,7 @@ ENVIRONMENT = """\
 environment:
   TASKBOARD_DATABASE_URL   postgresql://user:password@host/database; without it (and without
                            PGHOST, PGDATABASE and PGSERVICE) an embedded PostgreSQL is used
+                           run and migrate take several, with spaces between: the shards
   TASKBOARD_LISTEN_URL     the server itself, where the URL above leads to a pooler
   TASKBOARD_DATA           the folder of the embedded PostgreSQL
   TASKBOARD_SMTP_URL, TASKBOARD_MAIL_FROM          needed for jobs of the kind email
@@ -233,18 +234,19 @@ def demo(arguments: argparse.Namespace) -> int:
 def migrate(arguments: argparse.Namespace) -> int:
     import json
 
-    from taskboard.settings import Settings
+    from taskboard import several
 
     if arguments.show_sql:
         print("\\i '{}'".format(str(taskboard.SQL / "install.sql").replace("'", "''")))
         return OK
-    with database(Settings.load(), migrated=False) as settings:
-        url = settings.listen_url or settings.database_url
-        applied = bring_up_to_date(url, wait=arguments.wait.total_seconds())
-    if arguments.json:
-        print(json.dumps({"version": taskboard.version(), "applied": applied}))
-    else:
-        print(f"taskboard {taskboard.version()}: {', '.join(applied) or 'already up to date'}")
+    for each in several.load():
+        with database(each, migrated=False) as settings:
+            url = settings.listen_url or settings.database_url
+            applied = bring_up_to_date(url, wait=arguments.wait.total_seconds())
+        if arguments.json:
+            print(json.dumps({"version": taskboard.version(), "applied": applied}))
+        else:
+            print(f"taskboard {taskboard.version()}: {', '.join(applied) or 'already up to date'}")
     return OK
 
 
@@ -259,8 +261,7 @@ def bring_up_to_date(url: str, wait: float = 60.0) -> list[str]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from taskboard import process
-    from taskboard.settings import Settings
+    from taskboard import process, several
 
     if arguments.show_sql:
         print("\n".join(f"{text};" for text in worker_calls()))
@@ -277,8 +278,9 @@ def run(arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         if arguments.dev:
             options |= stack.enter_context(dev_servers())
-        settings = stack.enter_context(database(Settings.load(**options)))
-        return process.main(settings, arguments.modules)
+        first, *others = several.load(**options)
+        settings = stack.enter_context(database(first))
+        return process.main(settings, arguments.modules, others)
 
 
 def worker_calls() -> list[str]:

@@ -38,7 +38,11 @@ DEFAULTS: dict[str, tuple[str | int, str]] = {
 TRANSIENT = re.compile("08|53|58|57P|57014|25006|25P0[34]|40001|40P01|55P03")
 HARMLESS = re.compile("57014|40001|40P01|55P03")
 # What a server says to a client that waiting will not help; these errors have no SQLSTATE.
-REFUSED = re.compile("password|does not exist|no pg_hba.conf entry|not permitted to log in")
+REFUSED = re.compile(
+    "password|does not exist|no pg_hba.conf entry|not permitted to log in"
+    "|authentication failed|no such (?:user|database)"
+    "|unsupported startup parameter"  # a pooler's words
+)
 REFUSED_PAUSE = 60.0  # seconds, until the database is asked again for what it has refused
 
 P = ParamSpec("P")
@@ -215,7 +219,8 @@ def every(call: str, shape: Callable[..., T]) -> Call[list[T]]:
     """Make a coroutine of a call, which is its docstring; it answers all rows, each in a shape."""
 
     async def ask(conn: AsyncConnection[Any], *arguments: Any) -> list[T]:
-        cursor = conn.cursor(row_factory=args_row(shape))
+        # In binary: a pooler may hand us a session whose styles of dates somebody has changed.
+        cursor = conn.cursor(binary=True, row_factory=args_row(shape))
         return await (await cursor.execute(call, arguments)).fetchall()
 
     ask.__doc__ = call

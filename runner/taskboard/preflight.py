@@ -8,8 +8,9 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 import psycopg
 
@@ -19,8 +20,11 @@ from taskboard.handlers import Handler
 from taskboard.settings import Settings, SettingsError
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 HINTS = {
+    "startup": "take `options` out of TASKBOARD_DATABASE_URL and PGOPTIONS: the pooler passes on no"
+    " setting; alter role … set … does the same",
     "login": "check user, password and database in TASKBOARD_DATABASE_URL, or the PG* variables",
     "version": "`taskboard migrate` upgrades the database; or run the matching release",
     "3F000": "the schema is not installed here: run `taskboard migrate`",
@@ -108,7 +112,8 @@ async def introduce(
             break
         except Weather as exc:
             if REFUSED.search(str(exc)):
-                raise SettingsError(f"cannot log in: {exc}", HINTS["login"]) from None
+                hint = HINTS["startup" if "startup parameter" in str(exc) else "login"]
+                raise SettingsError(f"cannot log in: {exc}", hint) from None
             await asyncio.sleep(link.delay)
         except psycopg.Error as exc:
             hint = HINTS.get(exc.sqlstate or "", "see the server's log")
@@ -118,14 +123,16 @@ async def introduce(
         raise SettingsError(
             f"the database has taskboard {installed}, this runner is {own}", HINTS["version"]
         )
+    # Whether there is somebody to hear a notification; a pooler passes none on.
+    pooled = await _answer(link.call(db.is_pooled), False)
+    listens = settings.listen and (not pooled or bool(settings.listen_url))
     log.info(
-        "taskboard %s: worker %s, queues %s, %d slots, at most %d connections",
+        "taskboard %s: worker %s, queues %s, %d slots, at most %d connections%s, %s",
         own, settings.worker, ", ".join(settings.queues) or "all", settings.slots,
-        settings.pool + settings.listen,
+        settings.pool + settings.listen, " through a pooler" if pooled else "",
+        "listening" if listens else "polling only",
     )  # fmt: skip
-    waiting: dict[str, int] = {}
-    with suppress(Weather, psycopg.Error):
-        waiting = dict(await link.call(db.count_ready, list(settings.queues) or None))
+    waiting = dict(await _answer(link.call(db.count_ready, list(settings.queues) or None), []))
     reasons = dict.fromkeys(waiting, "no handler here")
     reasons |= {kind: f"off ({reason})" for kind, reason in off.items()}
     reasons |= dict.fromkeys(handlers, "on")
@@ -133,3 +140,10 @@ async def introduce(
         count = waiting.get(kind, 0)
         jobs = f", {count} job{'s' * (count > 1)} waiting" if count else ""
         log.info("%s: %s%s", kind, reason, jobs)
+
+
+async def _answer(call: Awaitable[T], otherwise: T) -> T:
+    """Await what is only said, and need not be known."""
+    with suppress(Weather, psycopg.Error):
+        return await call
+    return otherwise

@@ -10,16 +10,23 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 
 from taskboard.attempts import ENDS_WITHIN
 from taskboard.handlers import Handler
 from taskboard.preflight import find_handlers
 from taskboard.settings import Settings, SettingsError
-from taskboard.worker import STUCK, Worker
+from taskboard.several import name_of
+from taskboard.worker import BROKEN, STUCK, Worker
+
+# Which database a line of the log is about, where there are several.
+DATABASE = ContextVar("DATABASE", default="")
 
 
-def main(settings: Settings, modules: Sequence[str] = ()) -> int:
+def main(settings: Settings, modules: Sequence[str] = (), others: Sequence[Settings] = ()) -> int:
     """Run a worker process with the handlers that are configured; return its exit code.
+
+    `others` are the settings for further databases, each with a worker and a pool of its own.
 
     When handlers do not end, the process is left within a second of the return. Raises
     SettingsError.
@@ -28,7 +35,7 @@ def main(settings: Settings, modules: Sequence[str] = ()) -> int:
     found, off = find_handlers(settings, modules)
     runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)
     try:
-        code = runner.run(run(settings, found, off))
+        code = runner.run(run(settings, found, off, others))
     except SettingsError:
         runner.close()
         raise
@@ -42,8 +49,9 @@ def main(settings: Settings, modules: Sequence[str] = ()) -> int:
 
 
 async def run(
-    settings: Settings, handlers: Mapping[str, Handler], off: Mapping[str, str] | None = None
-) -> int:
+    settings: Settings, handlers: Mapping[str, Handler], off: Mapping[str, str] | None = None,
+    others: Sequence[Settings] = (),
+) -> int:  # fmt: skip
     """Run jobs until a signal, or until nothing is left; return the exit code.
 
     `handlers` maps kinds to handlers; `off` maps kinds that are not configured to the reason.
@@ -58,16 +66,46 @@ async def run(
     if settings.kinds:
         off |= {kind: "not asked for" for kind in handlers}
         handlers = {kind: handlers[kind] for kind in settings.kinds}
-    worker = Worker(settings, handlers)
+    workers = {
+        name_of(one, at) if others else "": Worker(one, handlers)
+        for at, one in enumerate((settings, *others), 1)
+    }
     try:
-        with stopped_by_signals(worker.stop):
-            return await worker.run(off)
+        return await _work(workers, off)
     finally:
         with suppress(TimeoutError):
             async with asyncio.timeout(ENDS_WITHIN):
                 for handler in handlers.values():
                     if aclose := getattr(handler, "aclose", None):
                         await aclose()
+
+
+async def _work(workers: Mapping[str, Worker], off: Mapping[str, str]) -> int:
+    """Let all work until they are stopped, or one cannot go on; a database that is away can."""
+
+    def stop() -> None:
+        for worker in workers.values():
+            worker.stop()
+
+    async def work(name: str, worker: Worker) -> int:
+        DATABASE.set(name)
+        code = BROKEN
+        try:
+            code = await worker.run(off)
+        finally:
+            if code in (BROKEN, STUCK):
+                stop()
+        return code
+
+    with stopped_by_signals(stop):
+        tasks = [work(name, worker) for name, worker in workers.items()]
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+    codes = [0]
+    for end in ended:
+        if isinstance(end, BaseException):
+            raise end
+        codes.append(end)
+    return max(codes)
 
 
 @contextmanager
@@ -103,16 +141,27 @@ class JsonLines(logging.Formatter):
             "level": record.levelname.lower(),
             "message": record.getMessage(),
         }
+        if name := DATABASE.get():
+            line["database"] = name
         line |= getattr(record, "fields", {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line)
 
 
+class Lines(logging.Formatter):
+    """Plain lines; with the database, where there are several."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        name = DATABASE.get()
+        record.database = f"{name}: " if name else ""
+        return super().format(record)
+
+
 def log_to_stderr(as_json: bool) -> None:
     """Set up logging for the process, plain or as JSON lines."""
     out = logging.StreamHandler()
-    plain = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    plain = Lines("%(asctime)s %(levelname)s %(database)s%(message)s")
     out.setFormatter(JsonLines() if as_json else plain)
     logging.basicConfig(level=logging.INFO, handlers=[out])
     logging.getLogger("psycopg.pool").setLevel(logging.ERROR)  # it reports each failed try

@@ -100,7 +100,7 @@ def test_where_nothing_is_wrong_doctor_says_so(
             said = console("doctor", "--json", **environment)
             assert said.code == 0 and said.json["ok"], said
             found = {one["topic"]: one["level"] for one in said.json["findings"]}
-            assert set(found.values()) == {"ok"} and len(found) == 17
+            assert set(found.values()) == {"ok"} and len(found) == 18
             assert sees(said, "stripe", "ok", "test mode")
             plain = console("doctor", **environment)
             assert plain.code == 0 and "fix:" not in plain.out
@@ -357,7 +357,7 @@ def test_a_login_without_any_right_learns_what_it_may(
 ) -> None:
     stranger = login()
     said = console("doctor", "--json", TASKBOARD_DATABASE_URL=stranger)
-    assert said.code == 1 and len({one["topic"] for one in said.json["findings"]}) == 17
+    assert said.code == 1 and len({one["topic"] for one in said.json["findings"]}) == 18
     assert sees(said, "rights", "wrong", "may not call .* more$", "grant taskboard_worker to")
     assert sees(said, "jobs", "note", "could not be looked at: permission denied")
 

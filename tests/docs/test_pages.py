@@ -10,17 +10,19 @@ import pytest
 from docs.transcript import blocks
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("[a-z]*/*.md")])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("[a-z]*/*.md"), *ROOT.glob("sql/*/*.md")]
+)
 # By language: where blocks of it may stand, as a test of this folder runs or compares them there.
 RUN = {
     "psql": {"README.md", "sql/TUTORIAL.md"},
     "sh": {"README.md"},
     "console": {"runner/OPERATIONS.md"},
     "python": {"README.md", "runner/README.md"},
-    "sql": {"README.md", "sql/SECURITY.md"},
+    "sql": {"README.md", "sql/SECURITY.md", "sql/shards/README.md"},
     "mermaid": {"sql/README.md"},
     "ini": {"runner/OPERATIONS.md"},  # an example of somebody else's program
-    "": {"README.md", "runner/README.md"},  # drawings
+    "": {"README.md", "runner/README.md", "sql/shards/README.md"},  # drawings
 }
 
 

@@ -21,7 +21,7 @@ from uuid import UUID
 import psycopg
 from psycopg.types.json import Jsonb
 
-from taskboard import attempts
+from taskboard import attempts, several
 from taskboard.handlers import Context, Handler, ThreadContext, handler
 from taskboard.process import main, run
 from taskboard.settings import Settings
@@ -178,5 +178,5 @@ if __name__ == "__main__":
     numbers = {name: float(value) for name, _, value in (a.partition("=") for a in sys.argv[1:])}
     attempts.ENDS_WITHIN = numbers.pop("ends_within", attempts.ENDS_WITHIN)
     pool, until_empty = int(numbers.pop("pool", 6)), bool(numbers.pop("until_empty", 0))
-    chosen = Settings.load(pool=pool, until_empty=until_empty, **{"poll": 0.2, **numbers})
-    raise SystemExit(main(chosen, ["harness"]))
+    first, *others = several.load(pool=pool, until_empty=until_empty, **{"poll": 0.2, **numbers})
+    raise SystemExit(main(first, ["harness"], others))

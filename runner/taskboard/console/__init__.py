@@ -1,7 +1,8 @@
 """Every verb of the command but run and enqueue: for people, never imported by the worker.
 
 `verbs.py` is the table of verbs and their SQL; `verb.py` runs a row of it. `doctor.py`,
-`uninstall.py`, `upcoming.py` and `lines.py` are the commands that are more than one call.
+`uninstall.py`, `upcoming.py`, `lines.py` and `shards.py` are the commands that are more than one
+call.
 """
 
 from __future__ import annotations

@@ -97,6 +97,18 @@ from pg_roles as r, pg_database as d
 where r.rolname = current_user and d.datname = current_database()""",
     "settings": """
 select name, setting from pg_settings""",
+    "pooled": """
+-- What other clients have left in a session that we share with them.
+select nullif(current_user, session_user) as role,
+  current_setting('taskboard.asleep', true) <> '' as asleep,
+  (select count(*) from pg_prepared_statements as p where p.name !~ '^PGBOUNCER_') as prepared,
+  (select count(*) from pg_locks as l
+    where l.locktype = 'advisory' and l.pid = pg_backend_pid()) as locks,
+  (select string_agg(s.name, ', ' order by s.name) from pg_settings as s
+    where s.source = 'session' and s.setting is distinct from s.reset_val
+      and s.name !~ '^taskboard[.]' and s.name <> all (
+      '{application_name,client_encoding,DateStyle,IntervalStyle,TimeZone,
+        standard_conforming_strings}')) as settings""",
     "version": """
 select * from taskboard.version()""",
     "functions": """
@@ -273,12 +285,17 @@ def _judge_limit(in_use: bool, role: int | None, known: bool, queues: str | None
     return wrong(what, fix) if in_use else fine("")
 
 
+def is_pooled(look: Look) -> bool:
+    """Tell whether a pooler stands between: it announces process ids of its own."""
+    return bool(look.facts["pid"] != look.conn.info.backend_pid)
+
+
 async def listen(look: Look) -> list[Finding]:
     """Notify ourselves, as a pooler swallows notifications and says nothing."""
     url = look.settings.listen_url
     fix = "name the server itself in TASKBOARD_LISTEN_URL"
     if not url:
-        if look.facts["pid"] != look.conn.info.backend_pid:
+        if is_pooled(look):
             what = "a pooler stands between: no notification arrives, so runners poll every second"
             return [note(f"{what}; calls go through, as nothing is prepared", fix)]
         return [] if await _hears_itself(look.conn) else [wrong("no notification arrives", fix)]
@@ -307,6 +324,8 @@ async def _hears_itself(conn: Connection) -> bool:
 
 
 async def connections(look: Look) -> list[Finding]:
+    if is_pooled(look):
+        return []  # the pooler's connections are not ours
     opens, free = look.settings.pool + look.settings.listen, look.facts["free"]
     if free >= opens:
         return []

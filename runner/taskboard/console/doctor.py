@@ -16,7 +16,7 @@ import psycopg
 
 from taskboard.cli import FAILED, OK, database
 from taskboard.connections import connect, one_line
-from taskboard.console import checks, services
+from taskboard.console import checks, poolers, services
 from taskboard.console.checks import ANSWERS_WITHIN, SQL, WRONG, Check, Finding, Look
 from taskboard.console.output import COLOURS, cell, paint, print_json
 from taskboard.console.verbs import Verb
@@ -28,6 +28,7 @@ CHECKS: list[tuple[str, str, Check]] = [
     ("version", "the functions are those of this release", checks.version),
     ("rights", "this login may call all that a worker calls", checks.rights),
     ("listen", "notifications arrive", checks.listen),
+    ("pooler", "none, or one that lends a session for a transaction only", poolers.pooler),
     ("connections", "there are enough", checks.connections),
     ("transactions", "nobody holds an old snapshot or a long transaction", checks.transactions),
     ("standbys", "no standby has an old snapshot kept", checks.standbys),

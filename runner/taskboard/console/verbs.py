@@ -302,6 +302,10 @@ VERBS = (
         module="doctor",
     ),
     Verb(
+        "shards", "print the functions of a PL/Proxy database before several of these",
+        "taskboard shards | psql --single-transaction proxy", module="shards",
+    ),
+    Verb(
         "uninstall", "drop Taskboard and all its jobs from the database",
         "taskboard uninstall --yes",
         arguments=(
