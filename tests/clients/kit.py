@@ -74,7 +74,7 @@ def play_script(command: str, dsn: str, only: str = "") -> Iterator[Outcome]:
             end_clients()
 
 
-def play_worker(command: str, dsn: str, only: str = "") -> Iterator[Outcome]:
+def play_worker(command: str, dsn: str, only: str = "") -> list[Outcome]:
     """Put a worker through the situations whose name contains `only`, all at the same time."""
 
     def play(name: str) -> Outcome:
@@ -84,7 +84,15 @@ def play_worker(command: str, dsn: str, only: str = "") -> Iterator[Outcome]:
         return outcome
 
     with ThreadPoolExecutor(len(SITUATIONS)) as pool:
-        yield from pool.map(play, [name for name in SITUATIONS if only in name])
+        return list(pool.map(play, [name for name in SITUATIONS if only in name]))
+
+
+def run(client: str | None, worker: str | None, dsn: str, only: str = "") -> list[Outcome]:
+    """Play the script with the client, and at the same time jobs with the worker."""
+    with ThreadPoolExecutor(2) as pool:
+        script = pool.submit(lambda: list(play_script(client, dsn, only)) if client else [])
+        jobs = pool.submit(lambda: play_worker(worker, dsn, only) if worker else [])
+        return script.result() + jobs.result()
 
 
 def clear(kit: psycopg.Connection[Any], queue: str) -> None:
@@ -105,15 +113,14 @@ def main() -> int:
     args = parser.parse_args()
     if not args.dsn or not (args.client or args.worker):
         parser.error("give --client or --worker, and a database by TASKBOARD_DATABASE_URL")
-    failed = count = 0
-    for command, player in ((args.client, play_script), (args.worker, play_worker)):
-        for outcome in player(command, args.dsn, args.only) if command else ():
-            count, failed = count + 1, failed + bool(outcome.fault)
-            print(f"{'FAILED' if outcome.fault else 'ok':6} {outcome.seconds:5.1f} s  {outcome.name}")
-            if outcome.fault:
-                print(f"       {outcome.fault}")
-    print(f"{count - failed} of {count} passed")
-    return 1 if failed or not count else 0
+    outcomes = run(args.client, args.worker, args.dsn, args.only)
+    for outcome in outcomes:
+        print(f"{'FAILED' if outcome.fault else 'ok':6} {outcome.seconds:5.1f} s  {outcome.name}")
+        if outcome.fault:
+            print(f"       {outcome.fault}")
+    passed = sum(not outcome.fault for outcome in outcomes)
+    print(f"{passed} of {len(outcomes)} passed")
+    return 0 if outcomes and passed == len(outcomes) else 1
 
 
 if __name__ == "__main__":

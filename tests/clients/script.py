@@ -107,9 +107,7 @@ class Play:
             key = next(iter(expected[0]))
             by = {str(row[key]): row for row in found}
             pairs = [(row, by.get(str(row[key]), {})) for row in expected]
-        if len(expected) != len(found) or not all(
-            name in row and same(value, row[name]) for want, row in pairs for name, value in want.items()
-        ):
+        if len(expected) != len(found) or not all(fits(want, row) for want, row in pairs):
             raise Wrong(f"expected {amount(expected)}, got {amount(found)}")
 
     def _keep(self, step: Mapping[str, Any], found: Mapping[str, Any]) -> None:
@@ -124,6 +122,11 @@ class Play:
         if isinstance(value, dict):
             return {name: self.fill(one) for name, one in value.items()}
         return [self.fill(one) for one in value] if isinstance(value, list) else value
+
+
+def fits(expected: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """Whether a row has all that is expected of it."""
+    return all(name in row and same(value, row[name]) for name, value in expected.items())
 
 
 def same(expected: Any, found: Any) -> bool:
@@ -171,8 +174,8 @@ def is_uuid(found: Any) -> bool:
 
 
 def headline(step: Mapping[str, Any]) -> str:
-    what = step.get("call") or step.get("run") or next(iter(set(step) & {"until", "look", "wait"}), "listen")
-    return f"{step.get('as', 'the kit')}: {what}"
+    kinds = ("call", "run", "until_true", "wait", "until", "look")
+    return f"{step.get('as', 'the kit')}: {next(step[kind] for kind in kinds if kind in step)}"
 
 
 def amount(rows: list[Any]) -> str:

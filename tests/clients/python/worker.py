@@ -48,8 +48,9 @@ class Session:
             try:
                 if self.conn is None or self.conn.closed:
                     self.conn = psycopg.connect(
-                        URL, autocommit=True, prepare_threshold=None, row_factory=namedtuple_row
-                    )
+                        URL, autocommit=True, prepare_threshold=None, row_factory=namedtuple_row,
+                        connect_timeout=10, tcp_user_timeout=10_000,  # a dead peer does not say so
+                    )  # fmt: skip
                 return self.conn.execute(sql, args).fetchall()
             except psycopg.OperationalError:  # the connection; or 40001, 40P01, 55P03: repeat
                 if time.monotonic() > give_up:
