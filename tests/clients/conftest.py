@@ -39,5 +39,5 @@ def url(dsn: str, login: str, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("PATH", f"{binaries()}{os.pathsep}{os.environ['PATH']}")
     return (
         f"postgresql://{login}:{login}@{'127.0.0.1' if host.startswith('/') else host}"
-        f":{named.get('port', 5432)}/{quote(str(named['dbname']))}"
+        f":{named.get('port', 5432)}/{quote(str(named['dbname']))}?sslmode=disable"
     )

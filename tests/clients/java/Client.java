@@ -1,0 +1,84 @@
+// What the conformance kit talks to: one JSON request a line in, one JSON answer a line out.
+// Java has no JSON of its own, so PostgreSQL reads the requests and writes the answers.
+
+import java.io.*;
+import java.nio.charset.StandardCharsets;
+import java.sql.*;
+import java.util.*;
+import org.postgresql.PGConnection;
+
+public class Client {
+    static Connection db;
+
+    static String answer(String request) throws Exception {
+        Map<String, String> asked = pairs(request);
+        if (asked.containsKey("wait")) {
+            int milliseconds = (int) (1000 * Double.parseDouble(asked.get("wait")));
+            var found = db.unwrap(PGConnection.class).getNotifications(milliseconds);
+            return "{\"notified\": " + (found != null && found.length > 0) + "}";
+        }
+        if (asked.containsKey("run")) {
+            try (Statement statement = db.createStatement()) {
+                statement.execute(asked.get("run"));
+            }
+            return "{\"rows\": []}";
+        }
+        // The names are the kit's own; the values are sent apart, as texts whose type is left open
+        // (setString would send them as varchar, which is not looked for where a uuid is wanted).
+        Map<String, String> args = pairs(asked.get("args"));
+        var named = new StringJoiner(", ");
+        args.keySet().forEach(name -> named.add(name + " => ?"));
+        String call = "select row_to_json(r) from (select * from taskboard."
+            + asked.get("call") + "(" + named + ")) as r";
+        try (PreparedStatement statement = db.prepareStatement(call)) {
+            int place = 0;
+            for (String value : args.values()) {
+                statement.setObject(++place, value, Types.OTHER);
+            }
+            var rows = new StringJoiner(", ", "{\"rows\": [", "]}");
+            for (ResultSet found = statement.executeQuery(); found.next();) {
+                rows.add(found.getString(1));
+            }
+            return rows.toString();
+        }
+    }
+
+    /** The names and values of an object; asked of a session that is in nobody's transaction. */
+    static Map<String, String> pairs(String object) throws SQLException {
+        var found = new LinkedHashMap<String, String>();
+        try (PreparedStatement statement = reader.prepareStatement(
+                "select key, value from json_each_text(?::json)")) {
+            statement.setString(1, object);
+            for (ResultSet rows = statement.executeQuery(); rows.next();) {
+                found.put(rows.getString(1), rows.getString(2));
+            }
+        }
+        return found;
+    }
+
+    static Connection reader;
+
+    static Connection connect() throws SQLException {
+        Map<String, String> env = System.getenv();
+        var settings = new Properties();
+        settings.put("user", env.get("PGUSER"));
+        settings.put("password", env.getOrDefault("PGPASSWORD", ""));
+        settings.put("prepareThreshold", "0"); // a transaction pooler gives each call another session
+        return DriverManager.getConnection("jdbc:postgresql://" + env.get("PGHOST") + ":"
+            + env.getOrDefault("PGPORT", "5432") + "/" + env.get("PGDATABASE"), settings);
+    }
+
+    public static void main(String[] args) throws Exception {
+        db = connect();
+        reader = connect();
+        var out = new PrintStream(System.out, true, StandardCharsets.UTF_8);
+        var in = new BufferedReader(new InputStreamReader(System.in, StandardCharsets.UTF_8));
+        for (String line; (line = in.readLine()) != null;) {
+            try {
+                out.println(answer(line));
+            } catch (SQLException e) {
+                out.println("{\"error\": {\"sqlstate\": \"" + e.getSQLState() + "\"}}");
+            }
+        }
+    }
+}
