@@ -36,10 +36,10 @@ answer() {
 # psql looks for notifications after each statement.
 wait_for_notification() {
   local seen='' until=$((SECONDS + $1))
-  while [[ $seen != *'Asynchronous notification'* ]] && [ "$SECONDS" -lt "$until" ]; do
-    seen=$(say 'do $$ begin perform pg_sleep(0.1); end $$;')
+  while [ -z "$seen" ] && [ "$SECONDS" -lt "$until" ]; do
+    seen=$(say 'do $$ begin perform pg_sleep(0.1); end $$;' | grep '^Asynchronous' || true)
   done
-  [[ $seen = *'Asynchronous notification'* ]] && echo '{"notified": true}' || echo '{"notified": false}'
+  [ -n "$seen" ] && echo '{"notified": true}' || echo '{"notified": false}'
 }
 
 while IFS= read -r request; do

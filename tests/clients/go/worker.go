@@ -20,7 +20,8 @@ import (
 )
 
 var (
-	kinds = []string{"kit"}                                  // what work() knows to do; other kinds are left to others
+	// What work() knows to do; other kinds are left to others.
+	kinds = []string{"kit"}
 	again = regexp.MustCompile("^(08|57|40001|40P01|55P03)") // nothing changed, or nobody knows
 	db    *sql.DB                                            // a pool: renewals have their own session
 )
@@ -53,11 +54,11 @@ func work(ctx context.Context, payload string) (string, error) {
 // call asks for one row and reads it into places; found is false for zero rows. A call without an
 // answer is sent again: that is safe, since a claim whose answer was lost lapses, and everything
 // else carries its token.
-func call(patience time.Duration, places []any, text string, values ...any) (found bool, err error) {
+func call(patience time.Duration, places []any, text string, values ...any) (bool, error) {
 	for giveUp := time.Now().Add(patience); ; time.Sleep(200 * time.Millisecond) {
 		// A dead peer does not say so, and functions wait 5 s for a row at most.
 		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
-		err = db.QueryRowContext(ctx, text, values...).Scan(places...)
+		err := db.QueryRowContext(ctx, text, values...).Scan(places...)
 		cancel()
 		if err == nil || errors.Is(err, sql.ErrNoRows) {
 			return err == nil, nil

@@ -63,7 +63,8 @@ public class Client {
         var settings = new Properties();
         settings.put("user", env.get("PGUSER"));
         settings.put("password", env.getOrDefault("PGPASSWORD", ""));
-        settings.put("prepareThreshold", "0"); // a transaction pooler gives each call another session
+        // A transaction pooler gives each call another session, so nothing is prepared.
+        settings.put("prepareThreshold", "0");
         return DriverManager.getConnection("jdbc:postgresql://" + env.get("PGHOST") + ":"
             + env.getOrDefault("PGPORT", "5432") + "/" + env.get("PGDATABASE"), settings);
     }

@@ -1,6 +1,6 @@
 // A complete Taskboard worker with JDBC. Copy it, and put your own work into `work`.
 //
-//   PGHOST=… PGDATABASE=… PGUSER=… TASKBOARD_QUEUE=default java -cp postgresql.jar Worker.java
+//   PGHOST=… PGDATABASE=… PGUSER=… java -cp postgresql.jar Worker.java
 
 import java.sql.*;
 import java.util.*;
@@ -26,8 +26,8 @@ public class Worker {
         Connection db;
 
         /**
-         * The first row as texts, or null: zero rows. A call without an answer is sent again: that is
-         * safe, since a claim whose answer was lost lapses, and everything else carries its token.
+         * The first row as texts, or null: zero rows. A call without an answer is sent again: that
+         * is safe: a claim whose answer was lost lapses, everything else carries its token.
          */
         String[] call(long patience, String sql, String... values) throws Exception {
             for (long giveUp = System.nanoTime() + patience * 1_000_000;; Thread.sleep(200)) {
@@ -64,7 +64,7 @@ public class Worker {
             settings.put("user", env.get("PGUSER"));
             settings.put("password", env.getOrDefault("PGPASSWORD", ""));
             settings.put("ApplicationName", env.getOrDefault("PGAPPNAME", "worker"));
-            settings.put("prepareThreshold", "0"); // a transaction pooler gives each call another session
+            settings.put("prepareThreshold", "0"); // a transaction pooler changes sessions
             settings.put("socketTimeout", "10"); // a dead peer does not say so
             return DriverManager.getConnection("jdbc:postgresql://" + env.get("PGHOST") + ":"
                 + env.getOrDefault("PGPORT", "5432") + "/" + env.get("PGDATABASE"), settings);
@@ -114,7 +114,8 @@ public class Worker {
             row = session.call(60_000, "select case state when 'cancelled' then state"
                 + " else 'released' end from taskboard.release(?, ?)", id, token);
         } else if (error != null) {
-            row = session.call(60_000, "select 'failed' from taskboard.fail(?, ?, ?)", id, token, error);
+            row = session.call(60_000,
+                "select 'failed' from taskboard.fail(?, ?, ?)", id, token, error);
         } else {
             row = session.call(60_000,
                 "select 'completed' from taskboard.complete(?, ?, ?)", id, token, result);
@@ -150,7 +151,8 @@ public class Worker {
         }));
         var session = new Session();
         while (stopping.getCount() > 0) {
-            String[] job = session.call(60_000, "select job_id, lease_token, extract(epoch from lease),"
+            String[] job = session.call(60_000,
+                "select job_id, lease_token, extract(epoch from lease),"
                 + " coalesce(payload ->> 'seconds', '0'), payload ->> 'fail', payload"
                 + " from taskboard.claim(queues => array[?], kinds => ?)", QUEUE, KINDS);
             if (job == null) {

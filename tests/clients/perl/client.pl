@@ -36,7 +36,8 @@ sub answer {
     my @names = sort keys %{ $request->{args} };
     my $named = join ', ', map { "$_ => ?" } @names;
     my $sql = "select * from taskboard.$request->{call}($named)";
-    return { rows => $db->selectall_arrayref($sql, { Slice => {} }, @{ $request->{args} }{@names}) };
+    my @values = @{ $request->{args} }{@names};
+    return { rows => $db->selectall_arrayref($sql, { Slice => {} }, @values) };
 }
 
 while (my $line = <STDIN>) {

@@ -17,7 +17,8 @@ def answer(request)
     # The names are the kit's own; the values are sent apart, as texts whose type is left open.
     # What comes back are texts, too: documents to the last digit.
     named = args.keys.each.with_index(1).map { |name, i| "#{name} => $#{i}" }
-    { rows: $conn.exec_params("select * from taskboard.#{call}(#{named.join(", ")})", args.values).to_a }
+    sql = "select * from taskboard.#{call}(#{named.join(", ")})"
+    { rows: $conn.exec_params(sql, args.values).to_a }
   end
 end
 

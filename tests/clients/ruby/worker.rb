@@ -109,7 +109,8 @@ stopping = halt = Halt.new
 trap("TERM") { Thread.new { [stopping, halt].each { |one| one.say(:stopping) } } }
 session = Session.new
 until stopping.why
-  job, = session.call("select job_id, lease_token, payload, extract(epoch from lease) as lease_seconds
+  job, = session.call("select job_id, lease_token, payload,
+                       extract(epoch from lease) as lease_seconds
                        from taskboard.claim(queues => $1, kinds => $2)",
                       ARRAY.encode([QUEUE]), ARRAY.encode(KINDS))
   next stopping.sleep(1) unless job
