@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 PATIENCE = 60.0  # seconds; the first answer of a virtual machine may take a few
@@ -36,6 +37,11 @@ def named(dsn: str, application_name: str) -> str:
     if "://" not in dsn:
         return make_conninfo(dsn, application_name=application_name)
     return f"{dsn}{'&' if '?' in dsn else '?'}application_name={application_name}"
+
+
+def own_session(dsn: str) -> psycopg.Connection[Any]:
+    """A session of the kit's; it prepares nothing, for there may be a pooler."""
+    return psycopg.connect(dsn, autocommit=True, prepare_threshold=None, application_name="kit")
 
 
 class Client:

@@ -24,7 +24,7 @@ import psycopg
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from clients.client import Client, environment, named
+from clients.client import Client, environment, named, own_session
 from clients.script import CASES, Play
 from clients.situations import SITUATIONS, Bench
 
@@ -61,7 +61,7 @@ def play_script(command: str, dsn: str, only: str = "") -> Iterator[Outcome]:
         while clients:
             clients.popitem()[1].close()
 
-    with psycopg.connect(dsn, autocommit=True, application_name="kit") as kit:
+    with own_session(dsn) as kit:
         try:
             for number, (name, steps) in enumerate(CASES.items(), 1):
                 if only in name:

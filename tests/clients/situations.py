@@ -8,20 +8,21 @@ the result. It prints one line per job, what became of it by its own account: `c
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Self
 
-import psycopg
 from psycopg.types.json import Jsonb
 
-from clients.client import environment, named
+from clients.client import environment, named, own_session
 
 PATIENCE = 60.0  # seconds, for machines that have much else to do
 SITUATIONS: dict[str, Callable[[Bench], None]] = {}
@@ -44,7 +45,7 @@ class Bench:
 
     def __init__(self, command: str, dsn: str, queue: str) -> None:
         self.queue, self._command, self._dsn = queue, command, dsn
-        self.kit = psycopg.connect(dsn, autocommit=True, application_name="kit")
+        self.kit = own_session(dsn)
         self.said: list[str] = []
         self._worker: subprocess.Popen[str] | None = None
 
@@ -52,8 +53,9 @@ class Bench:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._worker and self._worker.poll() is None:
-            self._worker.kill()
+        if self._worker:
+            with suppress(ProcessLookupError):
+                os.killpg(self._worker.pid, signal.SIGKILL)
             self._worker.wait()
         self.kit.close()
 
@@ -67,17 +69,18 @@ class Bench:
     def start(self) -> None:
         env = environment(named(self._dsn, self.queue), TASKBOARD_QUEUE=self.queue)
         self._worker = subprocess.Popen(
-            shlex.split(self._command), env=env, stdout=subprocess.PIPE, text=True
-        )
+            shlex.split(self._command), env=env, stdout=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
         threading.Thread(target=self._listen, args=[self._worker.stdout], daemon=True).start()
 
     def _listen(self, lines: Any) -> None:
         self.said.extend(line.strip() for line in lines)
 
-    def stop(self) -> None:
-        """Ask it to stop as an init system does; it must end with 0."""
+    def stop(self, everybody: bool = False) -> None:
+        """Ask it to stop as a container does, or all its processes as systemd; it ends with 0."""
         assert self._worker
-        self._worker.send_signal(signal.SIGTERM)
+        (os.killpg if everybody else os.kill)(self._worker.pid, signal.SIGTERM)
         try:
             code = self._worker.wait(PATIENCE)
         except subprocess.TimeoutExpired:
@@ -156,7 +159,7 @@ def jobs_are_completed_with_their_result_until_it_is_stopped(bench: Bench) -> No
 
 @situation
 def a_job_longer_than_its_lease_is_renewed(bench: Bench) -> None:
-    job = bench.enqueue({"seconds": 4}, lease="2.5 s")
+    job = bench.enqueue({"seconds": 4.5}, lease="3 s")
     bench.start()
     bench.started(job)
     bench.until(lambda: bench.claim() or bench.status(job).state == "completed", "the job to end")
@@ -167,7 +170,7 @@ def a_job_longer_than_its_lease_is_renewed(bench: Bench) -> None:
 
 @situation
 def a_job_that_was_taken_over_is_given_up_at_the_next_renewal(bench: Bench) -> None:
-    job = bench.enqueue({"seconds": 8}, lease="2.5 s")
+    job = bench.enqueue({"seconds": 8}, lease="3 s")
     bench.start()
     token = bench.take_over(job)
     began = time.monotonic()
@@ -200,7 +203,7 @@ def a_failure_with_zero_rows_is_not_reported_as_one(bench: Bench) -> None:
 
 @situation
 def a_cancelled_job_is_stopped(bench: Bench) -> None:
-    job = bench.enqueue({"seconds": 8}, lease="2.5 s")
+    job = bench.enqueue({"seconds": 8}, lease="3 s")
     bench.start()
     bench.started(job)
     bench.kit.execute("select taskboard.cancel(%s, 'not wanted')", [job])
@@ -234,8 +237,18 @@ def a_stop_gives_back_or_finishes_what_runs_and_claims_no_more(bench: Bench) -> 
 
 
 @situation
+def a_stop_that_reaches_all_its_processes_does_the_same(bench: Bench) -> None:
+    job = bench.enqueue({"seconds": 3})
+    bench.start()
+    bench.started(job)
+    bench.stop(everybody=True)
+    found = bench.status(job)
+    assert found.state in ("ready", "completed") and found.failures == 0, f"the job is {found}"
+
+
+@situation
 def a_worker_whose_sessions_are_cut_finishes_its_job(bench: Bench) -> None:
-    job = bench.enqueue({"seconds": 4}, lease="2.5 s")
+    job = bench.enqueue({"seconds": 4.5}, lease="3 s")
     bench.start()
     lease = bench.started(job).claimable_at
     bench.until(lambda: bench.status(job).claimable_at != lease, "the first renewal")

@@ -4,14 +4,17 @@
 set -euo pipefail
 
 coproc PSQL { exec psql -XqAt -v VERBOSITY=sqlstate "$TASKBOARD_DATABASE_URL" 2>&1; }
+exec {to}>&"${PSQL[1]}" {from}<&"${PSQL[0]}" # so that subshells have them, too
 
-# say SQL…: run it in our one session; prints what psql prints, up to the mark.
+# say SQL: run it in our one session; prints what psql prints, up to the mark.
 say() {
   local line
-  printf '%s\n' "$@" '\echo --' >&"${PSQL[1]}"
-  while IFS= read -r line <&"${PSQL[0]}" && [ "$line" != -- ]; do
+  printf '%s\n\\echo --\n' "$1" >&"$to"
+  while IFS= read -r line <&"$from"; do
+    [ "$line" != -- ] || return 0
     printf '%s\n' "$line"
   done
+  return 1
 }
 
 # One statement makes another: the call, with each value as a literal whose type is left open, and
@@ -26,26 +29,27 @@ call() {
     from (select \$request\$$1\$request\$::json) as q (request) \\gexec"
 }
 
-answer() {
-  case $1 in
-    'ERROR:  '*) printf '{"error": {"sqlstate": "%s"}}\n' "${1#ERROR:  }" ;;
-    *) printf '%s\n' "${1:-{\"rows\": []\}}" ;;
-  esac
-}
-
 # psql looks for notifications after each statement.
-wait_for_notification() {
-  local seen='' until=$((SECONDS + $1))
-  while [ -z "$seen" ] && [ "$SECONDS" -lt "$until" ]; do
-    seen=$(say 'do $$ begin perform pg_sleep(0.1); end $$;' | grep '^Asynchronous' || true)
+notified() {
+  local until=$((SECONDS + $1))
+  while [ "$SECONDS" -lt "$until" ]; do
+    case $(say 'do $$ begin perform pg_sleep(0.1); end $$;') in
+      Asynchronous*) printf true && return ;;
+    esac
   done
-  [ -n "$seen" ] && echo '{"notified": true}' || echo '{"notified": false}'
+  printf false
 }
 
 while IFS= read -r request; do
+  text=${request#*: }
+  text=${text%\}}
   case $request in
-    '{"run": "'*) text=${request#*: \"} && answer "$(say "${text%\"\}};")" ;;
-    '{"wait": '*) text=${request#*: } && wait_for_notification "${text%\}}" ;;
-    *) answer "$(call "$request")" ;;
+    '{"wait": '*) found="{\"notified\": $(notified "$text")}" ;;
+    '{"run": '*) found=$(say "${text:1:-1};") ;;
+    *) found=$(call "$request" | sed '/^Asynchronous/d') ;;
+  esac
+  case $found in
+    'ERROR:  '*) printf '{"error": {"sqlstate": "%s"}}\n' "${found#ERROR:  }" ;;
+    *) printf '%s\n' "${found:-{\"rows\": []\}}" ;;
   esac
 done

@@ -8,7 +8,8 @@ queue=${TASKBOARD_QUEUE:-default}
 kinds='{kit}' # what `work` knows to do; other kinds are left to others
 stopping='' child=''
 tmp=$(mktemp -d)
-trap 'rm -rf "$tmp"' EXIT
+# Not by a child that is killed while it is still a copy of us.
+trap '[ "$BASHPID" != $$ ] || rm -rf "$tmp"' EXIT
 
 # Your work, in a process of its own. Prints its result, a JSON document; a failure is a code other
 # than 0, and what it printed on standard error. It is stopped by SIGTERM.
@@ -40,31 +41,37 @@ ask() {
   done
 }
 
-# Do one job, say what became of it. No line from a call is zero rows: it was no longer ours.
-attempt() {
-  local job=$1 token=$2 third=$3 why='' code row
-  set -m # so that the work is a group, which can be ended as a whole
-  work >"$tmp/result" 2>"$tmp/error" &
-  child=$!
-  set +m
-  [ -z "$stopping" ] || halt
-  while [ -z "$why" ]; do
+# watch: until the work has ended, renew every third of the lease; stop the work and say why if that
+# is refused. The variables are those of `attempt`.
+watch() {
+  while kill -0 "$child" 2>/dev/null; do
     sleep "$third" &
     wait -n "$child" $!
-    kill $! 2>/dev/null
-    kill -0 "$child" 2>/dev/null || break
-    # Every third of the lease, whatever the work is doing.
+    kill $! 2>/dev/null && continue # the work has ended, or a signal came
     row=$(ask $((${third%.*} + 1)) "select cancel_requested from taskboard.renew('$job', '$token')")
     case $row in
-      f) ;;
+      f) continue ;;
       t) why=cancelled ;;
       *) why=lost ;; # zero rows, or no answer in time: somebody else may be at it by now
     esac
+    halt
+    return
   done
-  [ -z "$why" ] || halt
-  wait "$child"
-  code=$?
-  child=''
+}
+
+# Do one job, say what became of it. No line from a call is zero rows: it was no longer ours.
+attempt() {
+  local job=$1 token=$2 third=$3 why='' code=143 row
+  if [ -z "$stopping" ]; then
+    set -m # so that the work is a group, which can be ended as a whole
+    work >"$tmp/result" 2>"$tmp/error" &
+    child=$!
+    set +m
+    watch
+    wait "$child"
+    code=$?
+    child=''
+  fi
   if [ "$why" = lost ]; then
     printf 'lost %s\n' "$job" # record nothing: that is for the new owner to do
     return

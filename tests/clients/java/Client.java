@@ -10,19 +10,19 @@ import org.postgresql.PGConnection;
 public class Client {
     static Connection db;
 
-    static String answer(String request) throws Exception {
-        Map<String, String> asked = pairs(request);
-        if (asked.containsKey("wait")) {
-            int milliseconds = (int) (1000 * Double.parseDouble(asked.get("wait")));
-            var found = db.unwrap(PGConnection.class).getNotifications(milliseconds);
+    static String answer(String request) throws SQLException {
+        if (request.startsWith("{\"wait\": ")) {
+            double seconds = Double.parseDouble(request.replaceAll("[^0-9.]", ""));
+            var found = db.unwrap(PGConnection.class).getNotifications((int) (1000 * seconds));
             return "{\"notified\": " + (found != null && found.length > 0) + "}";
         }
-        if (asked.containsKey("run")) {
+        if (request.startsWith("{\"run\": ")) {
             try (Statement statement = db.createStatement()) {
-                statement.execute(asked.get("run"));
+                statement.execute(request.replaceAll("^.*?: \"|\"}$", ""));
             }
             return "{\"rows\": []}";
         }
+        Map<String, String> asked = pairs(request);
         // The names are the kit's own; the values are sent apart, as texts whose type is left open
         // (setString would send them as varchar, which is not looked for where a uuid is wanted).
         Map<String, String> args = pairs(asked.get("args"));
@@ -43,10 +43,10 @@ public class Client {
         }
     }
 
-    /** The names and values of an object; asked of a session that is in nobody's transaction. */
+    /** The names and values of an object. */
     static Map<String, String> pairs(String object) throws SQLException {
         var found = new LinkedHashMap<String, String>();
-        try (PreparedStatement statement = reader.prepareStatement(
+        try (PreparedStatement statement = db.prepareStatement(
                 "select key, value from json_each_text(?::json)")) {
             statement.setString(1, object);
             for (ResultSet rows = statement.executeQuery(); rows.next();) {
@@ -55,8 +55,6 @@ public class Client {
         }
         return found;
     }
-
-    static Connection reader;
 
     static Connection connect() throws SQLException {
         Map<String, String> env = System.getenv();
@@ -71,7 +69,6 @@ public class Client {
 
     public static void main(String[] args) throws Exception {
         db = connect();
-        reader = connect();
         var out = new PrintStream(System.out, true, StandardCharsets.UTF_8);
         var in = new BufferedReader(new InputStreamReader(System.in, StandardCharsets.UTF_8));
         for (String line; (line = in.readLine()) != null;) {

@@ -72,6 +72,7 @@ sub keep {
         }
         kill TERM => $pid if $why;
     }
+    $why ||= 'stopping' if $stopping && $? & 127;    # the signal was for both of us
     return $why, $?;
 }
 

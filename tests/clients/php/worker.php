@@ -66,6 +66,9 @@ function keep(array $job, $work, bool &$stopping): array
             }
         }
     }
+    if (!$why && $stopping && $status['signaled']) {
+        $why = 'stopping'; // the signal was for both of us
+    }
     return [$why, $status['exitcode']];
 }
 
