@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from clients.script import CASES, COLUMNS
 from support import Connection, rows
 
+ROOT = Path(__file__).parents[2]
 # What every driver can send as a text, and get as one.
 PLAIN = {
     "uuid", "text", "integer", "bigint", "boolean", "jsonb", "timestamp with time zone", "interval",
@@ -82,6 +85,15 @@ def test_the_columns_of_each_answer_have_the_names_and_the_order_that_clients_re
 ) -> None:
     found = {name: [column for column, _ in columns] for name, columns in results.items()}
     assert found == COLUMNS, "a released answer keeps its columns; new ones come last"
+
+
+def test_the_page_on_sql_says_of_each_verb_what_zero_rows_mean(db: Connection) -> None:
+    sets = {name for (name,) in rows(db, "select p.proname" + PUBLIC + " and p.proretset")}
+    page = (ROOT / "sql/README.md").read_text()
+    table = page.partition("## Zero rows")[2].partition("## ")[0]
+    said = [cells.split("|")[1] for cells in table.splitlines() if cells.startswith("| ")]
+    # That of enqueue is a row, not a set: it cannot be empty.
+    assert set(re.findall(r"`(\w+)`", " ".join(said))) == sets | {"enqueue"}
 
 
 def steps() -> Iterator[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """A complete Taskboard worker with psycopg. Copy it, and put your own work into `work`.
 
-    TASKBOARD_DATABASE_URL=postgresql://… TASKBOARD_QUEUE=default python worker.py
+TASKBOARD_DATABASE_URL=postgresql://… TASKBOARD_QUEUE=default python worker.py
 """
 
 import json
