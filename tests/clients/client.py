@@ -48,7 +48,7 @@ class Client:
     """A running client program; it has one session of the database."""
 
     def __init__(self, command: str, env: Mapping[str, str]) -> None:
-        self._rest = b""
+        self._rest, self.answers = b"", 0
         self._process = subprocess.Popen(
             shlex.split(command), env=dict(env), stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -83,6 +83,7 @@ class Client:
             found = None
         if not isinstance(found, dict):
             raise Silent(f"not a JSON object: {line[:200]!r}")
+        self.answers += 1
         return found
 
     def close(self) -> None:

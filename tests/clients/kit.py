@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -43,7 +44,9 @@ def judged(name: str, play: Callable[[], None]) -> Outcome:
     try:
         play()
     except AssertionError as exc:
-        fault = str(exc) or type(exc).__name__
+        fault = str(exc) or "AssertionError"
+    except Exception as exc:  # a wrong client leads the kit where it did not expect to be
+        fault = f"{type(exc).__name__}: {exc}"
     return Outcome(name, fault, time.monotonic() - began)
 
 
@@ -66,7 +69,9 @@ def play_script(command: str, dsn: str, only: str = "") -> Iterator[Outcome]:
             for number, (name, steps) in enumerate(CASES.items(), 1):
                 if only in name:
                     play = Play(kit, client, f"{run}-{number}")
-                    yield (outcome := judged(name, lambda: play.play(steps)))  # noqa: B023
+                    yield (outcome := judged(name, partial(play.play, steps)))
+                    if outcome.fault and not any(one.answers for one in clients.values()):
+                        return  # it does not start, or does not know a word of ours
                     if outcome.fault:
                         end_clients()  # in whatever state they are
                     clear(kit, f"{run}-{number}")
@@ -79,7 +84,7 @@ def play_worker(command: str, dsn: str, only: str = "") -> list[Outcome]:
 
     def play(name: str) -> Outcome:
         with Bench(command, dsn, f"kit-{uuid4().hex[:8]}") as bench:
-            outcome = judged(name, lambda: SITUATIONS[name](bench))
+            outcome = judged(name, partial(SITUATIONS[name], bench))
             clear(bench.kit, bench.queue)
         return outcome
 

@@ -103,8 +103,8 @@ WORKERS = {
         "its lease ran out while it was at work",
     ),
     "works on when its renewal was refused": Spoilt(
-        'halt.say("lost")',
-        "pass",
+        'return halt.say("lost")',
+        "continue",
         "a job that was taken over is given up at the next renewal",
         "it noticed only at the end of its work",
     ),

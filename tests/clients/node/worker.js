@@ -66,8 +66,8 @@ async function keep(job, halt, done) {
     const [renewed] = await session
       .call('select cancel_requested from taskboard.renew($1, $2)', ours, third)
       .catch(() => []) // we may not hear of it before the lease runs out
-    if (!renewed) halt('lost') // zero rows: somebody else may be at it by now
-    else if (renewed.cancel_requested) halt('cancelled')
+    if (!renewed) return halt('lost'), session.close() // zero rows: it may be somebody else's
+    if (renewed.cancel_requested) halt('cancelled')
   }
   session.close()
 }

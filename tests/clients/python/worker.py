@@ -70,8 +70,8 @@ def keep(job, halt, done):
         except psycopg.Error:
             renewed = []  # we may not hear of it before the lease runs out
         if not renewed:  # zero rows: somebody else may be at it by now
-            halt.say("lost")
-        elif renewed[0].cancel_requested:
+            return halt.say("lost")
+        if renewed[0].cancel_requested:
             halt.say("cancelled")
 
 

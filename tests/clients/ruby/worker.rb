@@ -73,8 +73,8 @@ def keep(job, halt, done)
     rescue PG::Error
       [] # we may not hear of it before the lease runs out
     end
-    halt.say(:lost) unless renewed # zero rows: somebody else may be at it by now
-    halt.say(:cancelled) if renewed && renewed[:cancel_requested] == "t"
+    break halt.say(:lost) unless renewed # zero rows: somebody else may be at it by now
+    halt.say(:cancelled) if renewed[:cancel_requested] == "t"
   end
   session.close
 end
