@@ -22,15 +22,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--wide", action="store_true", help="run the tests marked `wide` as well"
     )  # fmt: skip
+    parser.addoption(
+        "--languages", action="store_true",
+        help="run the clients in all languages; tests/clients/README.md says what they need",
+    )  # fmt: skip
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--wide"):
-        return
-    wide = [item for item in items if item.get_closest_marker("wide")]
-    if wide:
-        config.hook.pytest_deselected(items=wide)
-        items[:] = [item for item in items if item not in set(wide)]
+    for flag in ("wide", "languages"):
+        marked = [item for item in items if item.get_closest_marker(flag)]
+        if marked and not config.getoption(flag):
+            config.hook.pytest_deselected(items=marked)
+            items[:] = [item for item in items if item not in set(marked)]
 
 
 def pytest_configure(config: pytest.Config) -> None:
