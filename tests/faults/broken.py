@@ -149,7 +149,6 @@ NOTICED: Final = {
     "hold without a second look": Aim.HOLD,
     "serial hand-over without the key's lock": Aim.SERIAL,
     "unique key by looking, then inserting": Aim.UNIQUE,
-    "unique key never freed": Aim.UNIQUE,
     "cancel looks, then acts": Aim.OPERATORS,
     CANCEL_FORGOTTEN.name: Aim.OPERATORS,
     "retry copies instead of moving": Aim.OPERATORS,

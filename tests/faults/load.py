@@ -239,7 +239,7 @@ class Load:
         }  # fmt: skip
         if not shared:
             options["unique_for"] = "1 h"
-        while True:
+        while not self.over.is_set():
             tries += 1
             began, slow = time.time(), dice.random() < self._more(Aim.QUIET, 0.1, 1)
             payloads = [f"{name}/{tries}/{n}" for n in range(len(wanted))]
@@ -269,6 +269,8 @@ class Load:
                 self.refused(verb, exc)
                 with suppress(Unanswered):
                     client.sql("rollback")
+        else:
+            return
         ended = time.time()
         for place, (row, each) in enumerate(zip(found, wanted, strict=True)):
             if row.created:
