@@ -167,9 +167,9 @@ class Load:
 
     def call_many(self, client: Client, verb: str, owners: list[Owner]) -> None:
         """Call renew_many or complete_many; each of the leases is a call of its own."""
-        arguments = {"job_ids": [job for job, _ in owners], "lease_tokens": [by for _, by in owners]}
+        jobs, tokens = [job_id for job_id, _ in owners], [token for _, token in owners]
         try:
-            began, ended, found = self.timed(client, verb, **arguments)
+            began, ended, found = self.timed(client, verb, job_ids=jobs, lease_tokens=tokens)
         except psycopg.Error:
             return
         told = {row.job_id: row for row in found}
@@ -274,11 +274,11 @@ class Load:
         ended = time.time()
         for place, (row, each) in enumerate(zip(found, wanted, strict=True)):
             if row.created:
-                unique = each.unique if shared else None
-                self.history.keys.append(Keyed(row.job_id, began, ended, unique, each.serial, place))
+                keyed = Keyed(row.job_id, began, ended, None, each.serial, place)
+                self.history.keys.append(keyed._replace(unique=each.unique if shared else None))
                 asked = "hold" if each.hold else ""
                 self.add(row.job_id, self.op("enqueue", began, ended, asked=asked))
-            elif shared and began:
+            elif shared:
                 self.history.shared.append(Shared(each.unique, row.job_id, began, ended))
             elif tries == 1 and len({other.unique for other in wanted}) == len(wanted):
                 self.history.problems.append(f"{each} was enqueued by nobody, and is there")

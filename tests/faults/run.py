@@ -78,8 +78,8 @@ class Bench:
         violations = history.violations()
         return Verdict(
             what.name, len(history.ops), history.calls, history.unanswered,
-            load.nemesis.done, history.verbs, history.refused, history.undecided, time.monotonic() - began,
-            violations,
+            load.nemesis.done, history.verbs, history.refused, history.undecided,
+            time.monotonic() - began, violations,
         )  # fmt: skip
 
     def restart(self) -> None:
