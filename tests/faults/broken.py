@@ -94,12 +94,7 @@ WINDOWS: Final = {
         ("  return query\n  update", f"  {SLEEP} return query\n  update"),
     ),
     "retry copies instead of moving": (
-        ("  delete from taskboard.history as h where h.id = retry.job_id;",
-         f"  {SLEEP} delete from taskboard.history as h where h.id = retry.job_id;"),
-    ),
-    "unique key by looking, then inserting": (
-        ("    select take_unique_key.kind, take_unique_key.key, take_unique_key.job_id,",
-         "    select take_unique_key.kind, take_unique_key.key, take_unique_key.job_id,"),
+        ("  if v_old.payload is null then", f"  {SLEEP} if v_old.payload is null then"),
     ),
 }  # fmt: skip
 

@@ -113,7 +113,7 @@ def shortest(ops: Sequence[Op], lost: Lost, attempts: int) -> list[Op]:
         return [
             op if op.ended <= now else replace(op, ended=NEVER)
             for op in ops
-            if op.began < now and (op.ended <= now or op.verb not in ANSWERED)
+            if op.began <= now and (op.ended <= now or op.verb not in ANSWERED)
         ]
 
     def explained(now: float) -> bool:

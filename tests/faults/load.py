@@ -85,7 +85,9 @@ class Load:
         if self.aim == Aim.QUIET:
             producers, workers = 1, 1
         else:
-            threads += [self.nemesis.run, partial(operators.operate, self)]
+            people = 3 if self.aim == Aim.OPERATORS else 1
+            threads += [self.nemesis.run]
+            threads += [partial(operators.operate, self, n) for n in range(people)]
             holders = 3 if self.aim == Aim.LEASES else 1
             threads += [partial(operators.hold_rows, self, n) for n in range(holders)]
         threads += [partial(self._produce, n) for n in range(producers)]
@@ -325,7 +327,10 @@ class Load:
                 while dice.random() < 0.6:
                     self.call(client, "end_effect", owner, happened=dice.random() < 0.7)
         self._stall(dice)
-        match dice.choice(("complete",) * 4 + ("fail", "release", "twice", "slowly", "nothing")):
+        endings = ("complete",) * 4 + ("fail", "release", "twice", "slowly", "nothing")
+        if self.aim == Aim.OPERATORS:
+            endings = ("complete", "fail", "release", "release", "nothing")
+        match dice.choice(endings):
             case "complete":
                 self.call(client, "complete", owner)
                 if dice.random() < 0.3:

@@ -25,22 +25,22 @@ LEASED = (
 )
 
 
-def operate(load: Load) -> None:
+def operate(load: Load, number: int) -> None:
     """Cancel, retry, evict, pause; answer for what is held, until there is nothing left to do."""
-    dice, client = random.Random(f"{load.seed}/operator"), load.client("operator")
+    dice, client = random.Random(f"{load.seed}/o{number}"), load.client("operator")
     while not load.over.is_set():
         with suppress(Unanswered, psycopg.Error):
             for row in client.sql(HELD):
                 if load.calm.is_set() or dice.random() < 0.3:
                     resolve(load, client, dice, row.id)
             if not load.calm.is_set() and load.owners:
-                act(load, client, dice)
+                act(load, client, dice, pauses=number == 0)
         time.sleep(dice.random() * (0.01 if load.aim.name == "OPERATORS" else 0.08))
     client.close()
 
 
-def act(load: Load, client: Client, dice: random.Random) -> None:
-    job_id, _ = dice.choice(list(load.owners))
+def act(load: Load, client: Client, dice: random.Random, *, pauses: bool) -> None:
+    job_id, _ = dice.choice(list(load.owners)[-8:])  # so that it is about what is going on
     match dice.choice(("cancel", "cancel", "retry", "retry", "evict", "failed", "answer", "pause")):
         case "cancel":
             one(load, client, "cancel", job_id, force=dice.random() < 0.5)
@@ -52,7 +52,7 @@ def act(load: Load, client: Client, dice: random.Random) -> None:
             retry_failed(load, client)
         case "answer":
             resolve(load, client, dice, job_id)
-        case "pause" if dice.random() < 0.3:
+        case "pause" if pauses and dice.random() < 0.3:  # one may, or nobody knows
             pause(load, client, dice)
 
 
