@@ -55,16 +55,28 @@ def explain(ops: Sequence[Op], lost: Lost, attempts: int) -> bool:
             if ops[n].began <= bound
             for told in guesses(ops[n])
         ]
-        # What changes nothing is in order now if it ever is: nothing else need be tried.
-        still = [n for n, then in steps if then == state and ops[n].known]
+        # What can change nothing is in order now if it ever is: nothing else need be tried.
+        still = [n for n, then in steps if then == state and is_still(ops[n])]
         if still:
             stack.append((done | sum(1 << n for n in still), state))
             continue
-        stack += [(done | 1 << n, then) for n, then in steps if then is not None and then != state]
+        stack += [
+            (done | 1 << n, then)
+            for n, then in steps
+            if then is not None and (then != state or ops[n].known)
+        ]
         if state.attempt + 1 not in answered and state.attempt < attempts:
             stack += [(done, then) for then in unseen_claim(state, lost, bound, ahead)]
         stack += [(done, then) for then in unseen(state, lost, bound, ahead)]
     return False
+
+
+def is_still(op: Op) -> bool:
+    """Where this answer fits and changes nothing, it would never have changed anything."""
+    return op.known and (op.row is None or op.verb in STILL)
+
+
+STILL: Final = ("lease_status", "job", "complete", "renew")
 
 
 def guesses(op: Op) -> list[Op]:

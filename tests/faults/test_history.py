@@ -162,6 +162,9 @@ HELD = begin(5, 2, "held")
         [ADDED, FIRST, op("cancel", 2, until=NEVER), renew(3, 1, 3.1)],
         [ADDED, FIRST, complete(2, 1, 2.1), op("retry", 3, state="ready"), claim(4, 2, 2),
          op("complete", 5, 1), complete(6, 2, 6.1)],
+        [ADDED, FIRST, op("cancel", 2, asked="force", state="cancelled"),
+         op("retry", 3, state="ready"), op("cancel", 3.2, asked="force", state="cancelled"),
+         ended("cancelled", 1, None)],  # the second cancel came after the retry, not before
         [ADDED, FIRST, fail(2, 1, "failed"), op("retry", 3, state="ready"), claim(4, 2, 2)],
         [ADDED, FIRST, op("evict", 2, state="expired"), op("renew", 3, 1), claim(4, 2, 2)],
         [ADDED, FIRST, op("evict", 2, state="expired"), complete(3, 1, 3.1)],  # not overtaken
