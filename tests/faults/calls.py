@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 import psycopg
+from psycopg.errors import Diagnostic
 from psycopg.rows import namedtuple_row
 
 CONNECT = {
@@ -34,7 +35,7 @@ class Client:
     ) -> None:  # fmt: skip
         """`patience`: after so many seconds a call counts as unanswered, if somebody looks."""
         self.dsn, self.name, self.give_up, self.patience = dsn, name, give_up, patience
-        self.deadline = math.inf
+        self.deadline, self.unconfirmed = math.inf, False
         self._conn: psycopg.Connection[Any] | None = None
 
     def connect(self, patience: float = 30.0) -> psycopg.Connection[Any]:
@@ -45,6 +46,7 @@ class Client:
                 self._conn = psycopg.connect(
                     self.dsn, **CONNECT, application_name=self.name, row_factory=namedtuple_row
                 )
+                self._conn.add_notice_handler(self._heed)
             except psycopg.OperationalError:
                 if time.monotonic() > until or self.give_up():
                     raise
@@ -57,6 +59,9 @@ class Client:
         self.deadline = time.monotonic() + self.patience
         try:
             cursor = conn.execute(text, arguments)
+            if self.unconfirmed:
+                self.unconfirmed = False
+                raise Unanswered("the standby has not confirmed the commit")
             return cursor.fetchall() if cursor.description is not None else []
         except psycopg.OperationalError as exc:
             if conn.closed:
@@ -64,6 +69,10 @@ class Client:
             raise
         finally:
             self.deadline = math.inf
+
+    def _heed(self, notice: Diagnostic) -> None:
+        """A commit whose wait for the standby was ended is answered, with a warning."""
+        self.unconfirmed |= notice.source_function == "SyncRepWaitForLSN"
 
     def look(self) -> None:
         """From another thread: end a connection whose call takes too long, without a word."""
