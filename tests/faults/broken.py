@@ -90,8 +90,8 @@ WINDOWS: Final = {
     "hold without a second look": (
         ("    -- Evidence may arrive at this moment.", f"    {SLEEP} --"),
     ),
-    "eviction by a list that was read without a lock": (
-        ("  return query\n  update", f"  {SLEEP} return query\n  update"),
+    "cancel looks, then acts": (
+        ("  if v_state is null then\n", f"  if v_state is null then {SLEEP}\n"),
     ),
     "retry copies instead of moving": (
         ("  if v_old.payload is null then", f"  {SLEEP} if v_old.payload is null then"),
@@ -139,7 +139,7 @@ NOTICED: Final = {
     "finishing and the look for a repeat with one snapshot": Aim.LEASES,
     "an effect that is done looks done to its own attempt only": Aim.EFFECTS,
     "the last witness is right": Aim.EFFECTS,
-    "effect key per attempt": Aim.EFFECTS,
+    "effect key per attempt": Aim.HOLD,
     "evidence that does not lock the job": Aim.HOLD,
     "hold without a second look": Aim.HOLD,
     "serial hand-over without the key's lock": Aim.SERIAL,
@@ -147,7 +147,6 @@ NOTICED: Final = {
     "cancel looks, then acts": Aim.OPERATORS,
     CANCEL_FORGOTTEN.name: Aim.OPERATORS,
     "retry copies instead of moving": Aim.OPERATORS,
-    "eviction by a list that was read without a lock": Aim.OPERATORS,
     PAUSE_IGNORED.name: Aim.OPERATORS,
     "scan floor adopted at once": Aim.QUIET,
     "scan floor by the newest transaction that has ended": Aim.QUIET,

@@ -88,7 +88,7 @@ class Load:
             people = 3 if self.aim == Aim.OPERATORS else 1
             threads += [self.nemesis.run]
             threads += [partial(operators.operate, self, n) for n in range(people)]
-            holders = 3 if self.aim == Aim.LEASES else 1
+            holders = 3 if self.aim in (Aim.LEASES, Aim.EFFECTS) else 1
             threads += [partial(operators.hold_rows, self, n) for n in range(holders)]
         threads += [partial(self._produce, n) for n in range(producers)]
         threads += [partial(self._work, n) for n in range(workers)]

@@ -52,7 +52,8 @@ def act(load: Load, client: Client, dice: random.Random, *, pauses: bool) -> Non
             retry_failed(load, client)
         case "answer":
             resolve(load, client, dice, job_id)
-        case "pause" if pauses and dice.random() < 0.3:  # one may, or nobody knows
+        case "pause" if pauses and dice.random() < (1 if load.aim.name == "OPERATORS" else 0.3):
+            # One may, or nobody would know whose resume ended it.
             pause(load, client, dice)
 
 
@@ -77,7 +78,7 @@ def evict(load: Load, client: Client, worker: str) -> None:
     if ended == NEVER:
         load.history.lost.evictions.append((began, worker))
     for row in found:
-        load.add(row.job_id, load.op("evict", began, ended, None, row))
+        load.add(row.job_id, load.op("evict", began, ended, None, row, worker=worker))
 
 
 def retry_failed(load: Load, client: Client) -> None:

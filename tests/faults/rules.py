@@ -32,7 +32,7 @@ class Op:
     row: Any = None
     happened: bool = True  # of end_effect and resolve
     asked: str = ""  # permanent of fail, force of cancel, hold of enqueue
-    worker: str | None = None  # of claim
+    worker: str | None = None  # of claim and evict
     behind: float = 0.0
     ahead: float = 0.0
 
@@ -268,7 +268,8 @@ def after_operator(state: State, op: Op) -> State | None:
             return state.end("cancelled") if gone else None
         case "evict":
             runs = leased and (until is None or until.timestamp() > op.low)
-            return state._replace(until=state.free(op.low).until) if runs else None
+            theirs = state.worker in (None, op.worker)
+            return state._replace(until=state.free(op.low).until) if runs and theirs else None
         case "retry" if state.phase in FINAL:
             return state.free(op.low)._replace(to_cancel=False)
         case "retry":  # of what waits already

@@ -206,6 +206,7 @@ def test_history_that_some_order_explains(ops: list[Op]) -> None:
         [ADDED, FIRST, complete(2, 1, 2.1), op("retry", 3, state="ready"), complete(4, 1, 2.1)],
         [ADDED, FIRST, op("evict", 2, state="expired"), renew(3, 1, 3.1)],
         [ADDED, op("evict", 2, state="expired")],  # that nobody has
+        [ADDED, replace(FIRST, worker="w"), op("evict", 2, state="expired")],  # that another has
         [*ASKING, release(3, 1), claim(4, 2, 2), begin(5, 2, "unknown")],  # and not held
         [*ASKING, release(3, 1), claim(4, 2, 2), HELD, claim(7, 3, 3)],  # without an answer
         [*ASKING, release(3, 1), claim(4, 2, 2), HELD, end(6, 1),

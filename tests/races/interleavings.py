@@ -142,7 +142,7 @@ class Play:
                     add(job_id, Op(verb, began, ended, token, rows.get(job_id)))
             case "evict":
                 for row in found:
-                    add(row.job_id, Op("evict", began, ended, None, row))
+                    add(row.job_id, Op("evict", began, ended, None, row, worker="w"))
             case "schedule" | "advance_schedule":
                 pass
             case _:
