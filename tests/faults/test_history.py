@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import pytest
 
 from faults.broken import NOTICED, broken
-from faults.clock import Clock
-from faults.clock import programs as stand_ins
 from faults.history import History, Hold, Lost
 from faults.keys import Keyed, Pause, Shared, pauses_ignored, turns_out_of_order, unique_twice
 from faults.rules import NEVER, Op, Row
 from faults.run import AS_RELEASED, Bench, bench, notice
-from taskboard.localpg import binaries, temporary_folder
 
 JOB = UUID(int=1)
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -54,28 +49,6 @@ def test_sessions_end_and_the_server_restarts_and_some_order_explains_every_job(
 )
 def test_histories_show_what_is_wrong_with(what: str, place: Bench, programs: str) -> None:
     assert notice(broken(what, NOTICED[what]), programs, place, 1, 40).violations
-
-
-@pytest.mark.wide
-def test_clock_of_the_server_steps_and_no_promise_breaks_and_no_job_hides(
-    programs: str,
-) -> None:
-    folder = temporary_folder()
-    try:
-        clock = Clock(folder / "now")
-        clock.set(0.0)
-        real = binaries() if programs in ("auto", "wheel") else Path(programs)
-        place = bench(str(stand_ins(real, folder / "bin", clock.file)))
-        place.clock = clock
-        try:
-            verdict = place.run(AS_RELEASED, 1, 6, restarts=False, quiet=70)
-        finally:
-            place.server.close()
-    finally:
-        shutil.rmtree(folder)
-    print(verdict)
-    assert (verdict.violations, verdict.undecided) == ([], 0)
-    assert verdict.faults["set the clock"] > 3
 
 
 def clock(seconds: float) -> datetime:
