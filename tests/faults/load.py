@@ -219,7 +219,7 @@ class Load:
                 serial = dice.random() < self._more(Aim.SERIAL, 0.2, 0.9)
                 wanted.append(Wanted(
                     f"u{dice.randrange(4)}" if shared else f"{number}/{made}",
-                    f"s{dice.randrange(3)}" if serial else None,
+                    f"s{dice.randrange(int(self._more(Aim.SERIAL, 3, 12)))}" if serial else None,
                     dice.random() < self._more(Aim.HOLD, 0.25, 1), shared))  # fmt: skip
             self._add_jobs(client, dice, f"{number}/{made}", wanted)
             if self.aim == Aim.QUIET:
