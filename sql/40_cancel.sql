@@ -24,29 +24,37 @@ begin
   if not taskboard.may_see(cancel.job_id) then
     perform taskboard.finished_state(null); -- looks unknown: TB002
   end if;
-  -- A running job is asked in one statement that waits for no transaction of its worker.
-  update taskboard.jobs as j
-  set cancel_requested_at = coalesce(j.cancel_requested_at, clock_timestamp()),
-    cancel_reason = coalesce(j.cancel_reason, v_reason)
-  where j.id = cancel.job_id and j.lease_token is not null and not cancel.force
-    and j.claimable_at > v_now
-  returning j.lane_id, j.leased_by, j.cancel_requested_at < v_now as repeated into v_job;
-  if found then
-    v_state := 'running';
-  else
+  loop
+    -- A running job is asked in one statement that waits for no transaction of its worker.
+    update taskboard.jobs as j
+    set cancel_requested_at = coalesce(j.cancel_requested_at, clock_timestamp()),
+      cancel_reason = coalesce(j.cancel_reason, v_reason)
+    where j.id = cancel.job_id and j.lease_token is not null and not cancel.force
+      and j.claimable_at > v_now
+    returning j.lane_id, j.leased_by, j.cancel_requested_at < v_now as repeated into v_job;
+    if found then
+      v_state := 'running';
+      exit;
+    end if;
     -- The lane after the lock: a claim that we waited for has moved the job.
     perform from taskboard.jobs as j
     where j.id = cancel.job_id
       and (j.serial_key is null or taskboard.take_job_lock(j.serial_key, j.id))
     for update;
-    select j.lane_id, j.leased_by, false as repeated into v_job
-    from taskboard.jobs as j
-    where j.id = cancel.job_id;
-    if not found then
-      v_row := row(cancel.job_id, taskboard.finished_state(cancel.job_id));
+    if found then
+      select j.lane_id, j.leased_by, false as repeated into v_job
+      from taskboard.jobs as j
+      where j.id = cancel.job_id;
+      exit;
+    end if;
+    v_state := taskboard.finished_state(cancel.job_id);
+    if v_state is not null then -- else it came back between our looks
+      v_row := row(cancel.job_id, v_state);
       return next v_row;
       return;
     end if;
+  end loop;
+  if v_state is null then
     select j.state into v_state from taskboard.live_jobs as j where j.id = cancel.job_id;
     if v_state = 'running' and not cancel.force then
       update taskboard.jobs as j
@@ -95,7 +103,10 @@ begin
   where h.id = finished_state.job_id
   order by h.finished_at desc
   limit 1;
-  if not found then
+  -- Stable, hence one snapshot for both looks: in one of them the job is, if it is anywhere.
+  if not found and not exists (
+    select from taskboard.jobs as j where j.id = finished_state.job_id)
+  then
     raise exception using errcode = 'TB002', message = 'no such job',
       hint = 'The id is wrong, or its history has been pruned.';
   end if;
@@ -104,4 +115,4 @@ end
 $$;
 
 comment on function taskboard.finished_state(uuid) is
-$$Return how a job ended; raise TB002 when there is none (internal).$$;
+$$Return how a job ended, null if it lives; raise TB002 when there is none (internal).$$;

@@ -18,23 +18,25 @@ begin
     raise exception using errcode = '22004', message = 'job_id must not be null',
       hint = 'Name the job.';
   end if;
-  select h.* into v_old
-  from taskboard.history as h
-  where h.id = retry.job_id
-  for update;
-  if not found then
+  loop
+    select h.* into v_old
+    from taskboard.history as h
+    where h.id = retry.job_id
+    for update;
+    exit when found;
     select j.state into v_state from taskboard.live_jobs as j where j.id = retry.job_id;
-    if not found then
-      perform taskboard.finished_state(retry.job_id);
-    end if;
     if v_state in ('running', 'expired') then
       raise exception using errcode = 'TB003', message = 'the job is running',
         hint = 'Cancel it first, or wait until it has ended.';
     end if;
-    v_row := row(retry.job_id, v_state);
-    return next v_row;
-    return;
-  end if;
+    if v_state is not null then
+      v_row := row(retry.job_id, v_state);
+      return next v_row;
+      return;
+    end if;
+    -- It has ended between our looks: again. TB002 when there is no such job.
+    perform taskboard.finished_state(retry.job_id);
+  end loop;
 
   if v_old.payload is null then
     raise exception using errcode = 'TB003', message = 'the queue keeps nothing of this job',

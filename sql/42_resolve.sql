@@ -17,13 +17,17 @@ begin
     raise exception using errcode = '22004', message = 'job_id and happened must not be null',
       hint = 'Say whether the effect took place.';
   end if;
-  perform from taskboard.jobs as j where j.id = resolve.job_id for update;
-  select j.held_step, j.state into v_held_step, v_state
-  from taskboard.live_jobs as j
-  where j.id = resolve.job_id;
-  if not found then
+  loop
+    perform from taskboard.jobs as j where j.id = resolve.job_id for update;
+    if found then
+      select j.held_step, j.state into v_held_step, v_state
+      from taskboard.live_jobs as j
+      where j.id = resolve.job_id;
+      exit;
+    end if;
     v_state := taskboard.finished_state(resolve.job_id);
-  end if;
+    exit when v_state is not null; -- else it came back between our looks
+  end loop;
   if v_held_step is distinct from resolve.step then
     -- The same answer again, or evidence that came first, is no mistake.
     if taskboard.effect_state(resolve.job_id, resolve.step, null)

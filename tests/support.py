@@ -260,7 +260,7 @@ def session(dsn: str, name: str = "test", **options: Any) -> Iterator[Connection
 def rows(conn: Connection, sql: str | SQL | Composed, args: Any = None) -> list[tuple[Any, ...]]:
     """Run a statement and return its rows, or none."""
     cursor = conn.execute(sql, args)
-    return cursor.fetchall() if cursor.description else []
+    return cursor.fetchall() if cursor.description is not None else []
 
 
 def expire(db: Connection, job_id: UUID) -> None:

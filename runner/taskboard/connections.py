@@ -11,12 +11,14 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from uuid import UUID
 
 import psycopg
 from psycopg import AsyncConnection, IsolationLevel
 from psycopg.conninfo import conninfo_to_dict
+from psycopg.errors import Diagnostic
 from psycopg.rows import args_row
 from psycopg_pool import AsyncConnectionPool
 
@@ -53,6 +55,7 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
     """A connection in autocommit mode whose explicit transactions are READ COMMITTED."""
 
     begin = False  # the role's default level is another one: claim in an explicit transaction
+    doubtful = False  # a commit was said to have succeeded that no standby has confirmed
 
 
 Pool = AsyncConnectionPool[Connection]
@@ -62,6 +65,10 @@ Call = Callable[..., Coroutine[Any, Any, T]]  # of a connection and the argument
 
 class Weather(Exception):
     """The database gave no answer: whether the call took effect is not known. Try again."""
+
+
+class Unconfirmed(psycopg.OperationalError):
+    """Somebody ended the wait for the synchronous standby: it may not have what was committed."""
 
 
 class InTheWay(Weather):
@@ -88,7 +95,12 @@ def connect_arguments(url: str, name: str) -> dict[str, Any]:
 
 
 async def _configure(conn: Connection) -> None:
+    conn.add_notice_handler(partial(_heed, conn))
     await conn.set_isolation_level(IsolationLevel.READ_COMMITTED)
+
+
+def _heed(conn: Connection, notice: Diagnostic) -> None:
+    conn.doubtful |= notice.source_function == "SyncRepWaitForLSN"
 
 
 async def _check(conn: Connection) -> None:
@@ -218,10 +230,14 @@ class Link:
 def every(call: str, shape: Callable[..., T]) -> Call[list[T]]:
     """Make a coroutine of a call, which is its docstring; it answers all rows, each in a shape."""
 
-    async def ask(conn: AsyncConnection[Any], *arguments: Any) -> list[T]:
+    async def ask(conn: Connection, *arguments: Any) -> list[T]:
         # In binary: a pooler may hand us a session whose styles of dates somebody has changed.
         cursor = conn.cursor(binary=True, row_factory=args_row(shape))
-        return await (await cursor.execute(call, arguments)).fetchall()
+        found = await (await cursor.execute(call, arguments)).fetchall()
+        if conn.doubtful:
+            conn.doubtful = False
+            raise Unconfirmed("the standby has not confirmed the commit")
+        return found
 
     ask.__doc__ = call
     return ask
@@ -231,7 +247,7 @@ def one(call: str, shape: Callable[..., T]) -> Call[T | None]:
     """Make a coroutine of a call; it answers the first row, or None: the function's zero rows."""
     ask_all = every(call, shape)
 
-    async def ask(conn: AsyncConnection[Any], *arguments: Any) -> T | None:
+    async def ask(conn: Connection, *arguments: Any) -> T | None:
         found = await ask_all(conn, *arguments)
         return found[0] if found else None
 

@@ -8,175 +8,33 @@ leased any job: it stands in wherever an attempt is missing.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from uuid import UUID
 
-NEVER: Final = math.inf
+from faults.keys import Keyed, Pause, Shared, pauses_ignored, turns_out_of_order, unique_twice
+from faults.rules import NEVER, Op, Row, State, after
 
 
-@dataclass(frozen=True, slots=True)
-class Op:
-    """One call about one job. Times are seconds of this machine's clock, which is the server's.
+@dataclass(slots=True)
+class Lost:
+    """Calls without an answer that may have been about any job: when each began."""
 
-    `row` is the answer's row, None for zero rows; without meaning while `ended` is NEVER.
-    """
-
-    verb: str
-    began: float
-    ended: float
-    token: UUID | None = None
-    row: Any = None
-    happened: bool = True
-
-    @property
-    def known(self) -> bool:
-        return self.ended != NEVER
-
-    def __str__(self) -> str:
-        if not self.known:
-            said = "no answer"
-        elif self.row is None:
-            said = "zero rows"
-        else:
-            said = ", ".join(f"{k} {v}" for k, v in self.row._asdict().items() if k in TOLD)
-        token = "" if self.token is None else f" {str(self.token)[:8]}"
-        began = datetime.fromtimestamp(self.began).strftime("%H:%M:%S.%f")
-        return f"{began} +{min(self.ended - self.began, 999):.4f} {self.verb}{token}: {said}"
+    claims: list[float] = field(default_factory=list)
+    retries: list[float] = field(default_factory=list)
+    evictions: list[tuple[float, str]] = field(default_factory=list)  # of whom
 
 
-TOLD: Final = (
-    "attempt", "lease_expires_at", "finished_at", "state", "claimable_at", "idempotency_key",
-    "status",
-)  # fmt: skip
-
-
-class State(NamedTuple):
-    """A job as the promises see it. `until`: claimable from then on; None: from when is unknown."""
-
-    phase: str = "absent"  # or live, completed, failed
-    token: Any = None
-    until: datetime | None = None
-    lease: timedelta = timedelta(0)
-    attempt: int = 0
-    ended_by: Any = None
-    finished_at: datetime | None = None
-    effects: frozenset[tuple[Any, str]] = frozenset()  # token: open, happened or refused
-
-    def effect(self, token: Any) -> str:
-        """What an attempt is told of the effect."""
-        if any(what == "happened" for _, what in self.effects):
-            return "done"
-        if any(what == "open" and other != token for other, what in self.effects):
-            return "unknown"
-        return "fresh"
-
-    def with_effect(self, token: Any, what: str) -> State:
-        others = {(other, was) for other, was in self.effects if other != token}
-        return self._replace(effects=frozenset(others | {(token, what)}))
-
-
-def after(state: State, op: Op) -> State | None:
-    """The state after a call took effect, None when its answer breaks a promise in this one."""
-    mine = state.phase == "live" and state.token is not None and state.token == op.token
-    refused = op.known and op.row is None
-    match op.verb:
-        case "enqueue":
-            return state._replace(phase="live") if state.phase == "absent" else None
-        case "claim":  # S1, S3, S4, S5
-            fits = state.phase == "live" and op.row.attempt == state.attempt + 1
-            read = op.row.lease_expires_at - op.row.lease  # the clock
-            if not fits or (state.until is not None and state.until > read):
-                return None
-            return state._replace(
-                token=op.token, until=op.row.lease_expires_at, lease=op.row.lease,
-                attempt=op.row.attempt,
-            )
-        case "renew" | "begin_effect" if refused:
-            late = state.until is None or state.until.timestamp() <= op.ended
-            return state if not mine or late else None
-        case "renew":  # S2: the current token, an unexpired lease
-            if not mine:
-                return None
-            if not op.known:
-                return state._replace(until=None)
-            read = op.row.lease_expires_at - state.lease  # the clock
-            if read.timestamp() < op.began or (state.until is not None and state.until <= read):
-                return None
-            return state._replace(until=op.row.lease_expires_at)
-        case "begin_effect":  # S2, E1
-            if not mine or (state.until is not None and state.until.timestamp() <= op.began):
-                return None
-            told = state.effect(op.token)
-            if op.known and op.row.state != told:
-                return None
-            return state if told == "done" else state.with_effect(op.token, "open")
-        case "end_effect":  # by who began it, whoever owns the job
-            was = dict(state.effects).get(op.token)
-            if refused or was is None:
-                return state if refused and was is None else None
-            what = "happened" if op.happened or was == "happened" else "refused"
-            if what == "refused" and was == "refused":
-                return state
-            state = state.with_effect(op.token, what)
-            fits = not op.known or (op.row.state == "done") == (state.effect(op.token) == "done")
-            return state if fits else None
-        case "complete":  # S2, S5, S7: the same again gets the same
-            theirs = state.phase == "completed" and state.ended_by == op.token
-            if refused:
-                return None if mine or theirs else state
-            if theirs:
-                same = not op.known or op.row.finished_at == state.finished_at
-                if state.finished_at is None and op.known:
-                    return state._replace(finished_at=op.row.finished_at)
-                return state if same else None
-            if not mine:
-                return None
-            if (op.token, "open") in state.effects:
-                state = state.with_effect(op.token, "happened")
-            return state._replace(
-                phase="completed", token=None, until=None, ended_by=op.token,
-                finished_at=op.row.finished_at if op.known else None,
-            )  # fmt: skip
-        case "fail" | "release":
-            if refused or not mine:
-                return state if refused and not mine else None
-            until = op.row.claimable_at if op.known else None
-            return state._replace(token=None, until=until)
-        case "lease_status":
-            return after_status(state, op, mine)
-        case "job":  # the last look of all
-            fits = op.row.state == state.phase and op.row.attempt == state.attempt
-            by = op.row.lease_token
-            return state if fits and (state.ended_by is None or state.ended_by == by) else None
-    raise ValueError(op.verb)
-
-
-def after_status(state: State, op: Op, mine: bool) -> State | None:
-    until = None if state.until is None else state.until.timestamp()
-    match op.row.status:
-        case "current":
-            return state if mine and (until is None or until > op.began) else None
-        case "expired":
-            fits = mine and (until is None or until <= op.ended)
-            return state if fits else None
-        case "completed_by_you":
-            return state if state.ended_by == op.token else None
-    return None if mine else state
-
-
-def explain(ops: Sequence[Op], lost_claims: Sequence[float], attempts: int) -> bool:
+def explain(ops: Sequence[Op], lost: Lost, attempts: int) -> bool:
     """Tell whether some order of the calls about one job keeps the promises.
 
-    `lost_claims`: when each claim without an answer began; `attempts`: how many there were.
+    `attempts`: how often it was claimed.
     """
     answered = {op.row.attempt for op in ops if op.verb == "claim"}
-    first_lost = min(lost_claims, default=NEVER)
+    ahead = max((op.ahead for op in ops), default=0.0)
     needed = sum(1 << n for n, op in enumerate(ops) if op.known)
     seen: set[tuple[int, State]] = set()
     stack = [(0, State())]
@@ -191,22 +49,66 @@ def explain(ops: Sequence[Op], lost_claims: Sequence[float], attempts: int) -> b
             raise TooMany
         left = [n for n in range(len(ops)) if not done >> n & 1]
         bound = min(ops[n].ended for n in left)
-        steps = [(n, after(state, ops[n])) for n in left if ops[n].began <= bound]
-        # What changes nothing is in order now if it ever is: nothing else need be tried.
-        still = [n for n, then in steps if then == state and ops[n].known]
+        steps = [
+            (n, after(state, told))
+            for n in left
+            if ops[n].began <= bound
+            for told in guesses(ops[n])
+        ]
+        # What can change nothing is in order now if it ever is: nothing else need be tried.
+        still = [n for n, then in steps if then == state and is_still(ops[n])]
         if still:
             stack.append((done | sum(1 << n for n in still), state))
             continue
-        stack += [(done | 1 << n, then) for n, then in steps if then not in (None, state)]
-        if (
-            state.phase == "live" and state.attempt < attempts and first_lost < bound
-            and state.attempt + 1 not in answered
-            and (state.until is None or state.until.timestamp() <= bound)
-        ):  # fmt: skip
-            number = state.attempt + 1
-            stack.append((done, state._replace(
-                token=f"of lost attempt {number}", until=None, attempt=number)))  # fmt: skip
+        stack += [
+            (done | 1 << n, then)
+            for n, then in steps
+            if then is not None and (then != state or ops[n].known)
+        ]
+        if state.attempt + 1 not in answered and state.attempt < attempts:
+            stack += [(done, then) for then in unseen_claim(state, lost, bound, ahead)]
+        stack += [(done, then) for then in unseen(state, lost, bound, ahead)]
     return False
+
+
+def is_still(op: Op) -> bool:
+    """Where this answer fits and changes nothing, it would never have changed anything."""
+    return op.known and (op.row is None or op.verb in STILL)
+
+
+STILL: Final = ("lease_status", "job", "complete", "renew")
+
+
+def guesses(op: Op) -> list[Op]:
+    """A call as it may have been answered."""
+    if op.verb != "cancel" or op.known:
+        return [op]
+    return [replace(op, row=Row(state=state)) for state in ("running", "cancelled")]
+
+
+def unseen_claim(state: State, lost: Lost, bound: float, ahead: float) -> Iterator[State]:
+    """A claim that nobody was told of."""
+    lapsed = state.until is None or state.until.timestamp() <= bound + ahead
+    to_stop = state.to_cancel and state.token is not None
+    if state.phase == "live" and lapsed and not to_stop and min(lost.claims, default=NEVER) < bound:
+        number = state.attempt + 1
+        yield state._replace(
+            token=f"of lost attempt {number}", until=None, attempt=number, worker=None
+        )
+
+
+def unseen(state: State, lost: Lost, bound: float, ahead: float) -> Iterator[State]:
+    """What happens to a job without a call about it that was answered."""
+    leased = state.phase == "live" and state.token is not None
+    lapsed = state.until is None or state.until.timestamp() <= bound + ahead
+    if leased and lapsed and state.to_cancel:  # some claim came by
+        yield state.end("cancelled")
+    if state.phase == "failed" and min(lost.retries, default=NEVER) < bound:
+        yield state._replace(phase="live", until=None, ended_by=None, to_cancel=False)
+    if leased and state.until is not None and any(
+        began < bound and state.worker in (None, worker) for began, worker in lost.evictions
+    ):
+        yield state._replace(until=None)
 
 
 class TooMany(Exception):
@@ -216,20 +118,21 @@ class TooMany(Exception):
 MOST: Final = 100_000
 
 
-def shortest(ops: Sequence[Op], lost_claims: Sequence[float], attempts: int) -> list[Op]:
+def shortest(ops: Sequence[Op], lost: Lost, attempts: int) -> list[Op]:
     """The shortest beginning of a history that no order explains."""
 
     def until(now: float) -> list[Op]:
         return [
             op if op.ended <= now else replace(op, ended=NEVER)
             for op in ops
-            if op.began < now and (op.ended <= now or op.verb not in ANSWERED)
+            if op.began <= now and (op.ended <= now or op.verb not in ANSWERED)
         ]
 
     def explained(now: float) -> bool:
         # A claim that answers only later may by now have had its effect.
         later = [op.began for op in ops if op.verb == "claim" and op.began < now < op.ended]
-        return explain(until(now), [*lost_claims, *later], attempts)
+        more = replace(lost, claims=[*lost.claims, *later])
+        return explain(until(now), more, attempts)
 
     answers = sorted(op.ended for op in ops if op.known)
     return until(answers[bisect_left(answers, True, key=lambda now: not explained(now))])
@@ -273,11 +176,19 @@ class History:
 
     ops: dict[UUID, list[Op]] = field(default_factory=lambda: defaultdict(list))
     holds: dict[UUID, list[Hold]] = field(default_factory=lambda: defaultdict(list))
-    lost_claims: list[float] = field(default_factory=list)
+    lost: Lost = field(default_factory=Lost)
+    keys: list[Keyed] = field(default_factory=list)
+    shared: list[Shared] = field(default_factory=list)
+    pauses: list[Pause] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)  # seen at once, without an order
-    calls: int = 0
+    verbs: Counter[str] = field(default_factory=Counter)  # calls
+    refused: Counter[str] = field(default_factory=Counter)  # by the error's code
     unanswered: int = 0
     undecided: int = 0  # jobs with too many orders to look at
+
+    @property
+    def calls(self) -> int:
+        return self.verbs.total()
 
     def add(self, job_id: UUID, op: Op) -> None:
         self.ops[job_id].append(op)
@@ -285,11 +196,14 @@ class History:
     def violations(self, most: int = 3) -> list[str]:
         """Say what no order explains, each by its shortest history."""
         found = list(self.problems) + list(issued_twice(self.ops))
+        found += unique_twice(self.ops, self.keys, self.shared, self.lost.retries)
+        found += turns_out_of_order(self.ops, self.keys)
+        found += pauses_ignored(self.ops, self.pauses)
         for job_id, ops in self.ops.items():
             if len(found) >= most:
                 break
             ops = wait_for_holds(ops, self.holds[job_id])
-            told = ops, self.lost_claims, attempts_of(ops)
+            told = ops, self.lost, attempts_of(ops)
             try:
                 if explain(*told):
                     continue

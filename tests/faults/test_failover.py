@@ -5,17 +5,21 @@ The same load on an asynchronous standby that fell behind does lose some: the te
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from uuid import UUID
 
 import pytest
 
 from faults import failover
-from faults.calls import Client
+from faults.calls import Client, Unanswered
 from faults.failover import Claimed, Clients, Enqueued, Standby, issued_twice, lost
-from support import OwnServer, make_server
+from support import OwnServer, make_server, rows, session, wait_for
+from taskboard import db
+from taskboard.connections import Link, Weather, connect
 from taskboard.migrate import migrate
 
 Servers = Callable[..., tuple[OwnServer, Standby]]
@@ -85,6 +89,80 @@ def test_asynchronous_standby_that_fell_behind_loses_jobs_and_yet_no_id_or_key_c
     print(clients.figures(), missing.figures())
     assert len(missing.enqueues) > 3 and len(missing.completions) > 3
     assert issued_twice(clients) == []
+
+
+WAITS = (
+    "select pid from pg_stat_activity where wait_event = 'SyncRep' and application_name = %s"
+)
+
+
+def end_the_wait(primary: OwnServer, name: str, how: str) -> None:
+    """Have an administrator end the wait of a session for the standby."""
+    with session(primary.dsn()) as conn:
+        wait_for(lambda: rows(conn, WAITS, [name]), what=f"{name} to wait for the standby")
+        conn.execute(f"select pg_{how}_backend(pid) from ({WAITS}) as w", [name])
+
+
+@pytest.mark.parametrize("who", ["the runner", "a client"])
+def test_commit_whose_wait_for_the_standby_is_ended_is_answered_and_counts_as_no_answer(
+    servers: Servers, who: str
+) -> None:
+    primary, standby = servers(synchronous=True)
+    client = Client(primary.dsn(), "client")
+    ((job_id, _),) = client.call("enqueue", kind="k")
+    owner = job_id, client.call("claim")[0].lease_token
+    standby.stop()
+    with ThreadPoolExecutor(1) as aside:
+        ended = aside.submit(end_the_wait, primary, "client", "cancel")
+        if who == "the runner":
+            link = Link("test", lambda: connect(primary.dsn(), "client"), within=20, cap=1)
+            with pytest.raises(Weather, match="not confirmed"):
+                asyncio.run(link.call(db.complete, *owner, None))
+        else:
+            with pytest.raises(Unanswered, match="not confirmed"):
+                client.call("complete", job_id=job_id, lease_token=owner[1])
+        ended.result()
+    # It is there, and nowhere else: only a repeat after the standby is back says that it stays.
+    standby.start()
+    failover.wait_for_standby(primary, synchronous=True)
+    assert len(client.call("complete", job_id=job_id, lease_token=owner[1])) == 1
+    client.close()
+
+
+def test_old_primary_that_comes_back_acknowledges_nothing_while_it_has_no_standby(
+    servers: Servers,
+) -> None:
+    primary, standby = servers(synchronous=True)
+    failover.kill(primary)
+    failover.promote(standby)
+    primary.start()  # by mistake: it still takes itself for the primary
+    client = Client(failover.both(primary, standby), "client")
+    with ThreadPoolExecutor(1) as aside:
+        ended = aside.submit(end_the_wait, primary, "client", "terminate")
+        with pytest.raises(Unanswered):
+            client.call("enqueue", kind="k", unique_key="u")
+        ended.result()
+    client.close()
+    assert Client(standby.dsn(), "look").sql("select id from taskboard.jobs") == []
+
+
+def test_old_asynchronous_primary_that_comes_back_acknowledges_what_the_new_one_never_gets(
+    servers: Servers,
+) -> None:
+    primary, standby = servers(synchronous=False)
+    failover.kill(primary)
+    failover.promote(standby)
+    primary.start()
+    # target_session_attrs asks each server for itself: both say that they accept writes.
+    client = Client(failover.both(primary, standby), "client")
+    ((job_id, _),) = client.call("enqueue", kind="k")
+    (claim,) = client.call("claim")
+    client.close()
+    new = Client(standby.dsn(), "new")
+    assert new.sql("select id from taskboard.jobs") == []
+    # What was granted there counts for nothing here.
+    assert new.call("complete", job_id=job_id, lease_token=claim.lease_token) == []
+    new.close()
 
 
 def test_what_looks_for_a_second_issue_finds_ids_tokens_and_keys() -> None:

@@ -302,7 +302,7 @@ MUTANTS: Final = (
         "retry copies instead of moving",
         "S5",
         "41_retry.sql",
-        (("  where h.id = retry.job_id\n  for update;", "  where h.id = retry.job_id;"),),
+        (("    where h.id = retry.job_id\n    for update;", "    where h.id = retry.job_id;"),),
         (OPERATOR + "test_two_retries_at_once_bring_one_job_back[commit]",),
     ),
     Mutant(

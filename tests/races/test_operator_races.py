@@ -8,7 +8,7 @@ import psycopg
 import pytest
 
 from races.sessions import Session, sqlstate
-from support import expire
+from support import Connection, expire, rows
 
 Named = Callable[[str], Session]
 
@@ -252,3 +252,38 @@ def test_job_that_nobody_knows_is_TB002(named: Named, verb: str) -> None:
     with pytest.raises(psycopg.Error) as refused:
         a.call(verb, job_id="00000000-0000-7000-8000-000000000000")
     assert refused.value.sqlstate == "TB002"
+
+
+@pytest.mark.parametrize(
+    ("verb", "before", "answer"),
+    [
+        ("retry", "select j.state into v_state from taskboard.live_jobs", "ready"),
+        ("cancel", "v_state := taskboard.finished_state(cancel.job_id)", "cancelled"),
+        ("resolve", "v_state := taskboard.finished_state(resolve.job_id)", "TB003"),
+    ],
+)
+def test_verb_between_whose_looks_the_job_moves_looks_again(
+    named: Named, db: Connection, verb: str, before: str, answer: str
+) -> None:
+    ((text,),) = rows(db, "select pg_get_functiondef(%s::regproc)", [f"taskboard.{verb}"])
+    assert text.count(before) == 1
+    db.execute(text.replace(before, f"perform pg_advisory_xact_lock_shared(1); {before}"))
+    a, operator, gate = named("A"), named("operator"), named("gate")
+    job_id = a.enqueue()
+    options = {"step": "main", "happened": True} if verb == "resolve" else {}
+    if verb == "retry":
+        owner = {"job_id": job_id, "lease_token": a.claim().lease_token}
+    else:
+        a.call("cancel", job_id=job_id)
+    gate.begin()
+    gate.sql("select pg_advisory_xact_lock(1)")
+    pending = operator.start(verb, job_id=job_id, **options).blocks()
+    if verb == "retry":  # it was running, and is finished
+        a.call("complete", **owner)
+    else:  # it was finished, and is back
+        a.call("retry", job_id=job_id)
+    gate.end("commit")
+    if answer == "TB003":
+        assert sqlstate(pending) == answer
+    else:
+        assert [row.state for row in pending.rows()] == [answer]

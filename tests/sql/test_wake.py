@@ -21,7 +21,9 @@ from verbs import (
     set_default,
 )
 
-from support import expire
+import support
+from support import Server, expire
+from taskboard.migrate import migrate
 
 pytestmark = pytest.mark.rows_only
 
@@ -229,6 +231,33 @@ def test_with_notify_off_nobody_is_woken_and_nobody_waits(
         enqueue(db)
     assert heard() == []
     assert claim_one(db)["attempt"] == 1
+
+
+def test_a_listener_that_stays_in_a_transaction_makes_no_enqueue_fail(
+    db: Db, server_factory: Callable[..., Server]
+) -> None:
+    # From PostgreSQL 17 on the queue can be so small that it is full in a moment.
+    small = db.info.server_version >= 170000
+    server = server_factory(**{"max_notify_queue_pages": "64"} if small else {})
+    migrate(server.dsn())
+    with (
+        support.session(server.dsn(), "listener") as listener,
+        support.session(server.dsn()) as producer,
+    ):
+        call(listener, "listen")
+        listener.execute("begin")
+        listener.execute("select 1")  # from here on it hears nothing, and nothing is cleared away
+        fill = "select pg_notify('taskboard', n || repeat('x', 7000)) from generate_series(1, 2) n"
+        full = not small
+        for _ in range(50):
+            try:
+                producer.execute(fill)
+            except psycopg.OperationalError as exc:
+                full = "NOTIFY queue" in str(exc)
+            for _ in range(2):
+                enqueue(producer)
+        assert full
+        assert query(producer, "select count(*) from taskboard.jobs") == [{"count": 100}]
 
 
 def test_a_taken_unique_key_wakes_nobody(db: Db, connect: Callable[..., Db], heard: Ear) -> None:
