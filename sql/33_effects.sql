@@ -69,6 +69,8 @@ begin
   perform taskboard.check_span('key_valid_for', begin_effect.key_valid_for, '0', s.delay_most)
   from taskboard.settings as s where begin_effect.key_valid_for is not null;
 
+  -- One at a time, as in lock_for_evidence: what is to hold the job below wants more of its row.
+  perform pg_advisory_xact_lock(1952539510, hashtext(begin_effect.job_id::text));
   select j.attempt, j.on_unknown, j.claimable_at, j.claimed_at + coalesce(j.timeout, s.timeout) as
     timeout_at into v_job
   from taskboard.jobs as j
@@ -140,7 +142,8 @@ began), done (it happened: result tells, do not repeat it), unknown (an earlier 
 never reported: repeat it with the same key), held (an earlier outcome is unknown, and on_unknown
 is hold or key_valid_for has passed since the first begin: the job now waits for a person, your
 token is void). The same token again gets the same answer again.
-Locks the row for key share (renewals pass, a reclaim does not); for update only to hold.
+Locks the row for key share (renewals pass, a reclaim does not); for update only to hold. Waits for
+other calls about effects of this job.
 Errors: 22004, 22023. Role: taskboard_worker.$$;
 
 create or replace function taskboard.end_effect(

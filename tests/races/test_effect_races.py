@@ -47,6 +47,18 @@ def state(by: Session, job: Reclaimed) -> Any:
     return by.call("job", job_id=job.job_id)[0].state
 
 
+def test_two_begins_of_one_token_hold_the_job_once_and_neither_is_a_deadlock(named: Named) -> None:
+    a, b, c = named("A"), named("B"), named("C")
+    job = reclaimed(a)
+    a.begin()
+    a.call("require_lease", **job.owner)
+    one = b.start("begin_effect", **job.owner).blocks()
+    two = c.start("begin_effect", **job.owner).blocks()
+    a.end("commit")
+    assert sorted(row.state for rows in (one.rows(), two.rows()) for row in rows) == ["held"]
+    assert state(a, job) == "held"
+
+
 @pytest.mark.parametrize("end", ["commit", "rollback"])
 @pytest.mark.parametrize("happened", ["true", "false"])
 def test_evidence_waits_for_the_hold_and_frees_the_job(

@@ -42,7 +42,7 @@ def query(conn: Db, statement: sql.SQL | sql.Composed | str, **arguments: Any) -
     with conn.cursor(row_factory=dict_row) as cursor:
         cursor.adapters.register_loader("timestamptz", EndlessTimestamps)
         cursor.execute(text, arguments or None)
-        return cursor.fetchall() if cursor.description else []
+        return [] if cursor.description is None else cursor.fetchall()
 
 
 def call(conn: Db, verb: str, **arguments: Any) -> list[Row]:
