@@ -69,7 +69,8 @@ begin
   perform taskboard.check_span('key_valid_for', begin_effect.key_valid_for, '0', s.delay_most)
   from taskboard.settings as s where begin_effect.key_valid_for is not null;
 
-  -- One at a time, as in lock_for_evidence: what is to hold the job below wants more of its row.
+  -- No evidence arrives meanwhile: it takes the same lock. The row's own will not do, since two of
+  -- us that share it and both want more, to hold the job, would block each other.
   perform pg_advisory_xact_lock(1952539510, hashtext(begin_effect.job_id::text));
   select j.attempt, j.on_unknown, j.claimable_at, j.claimed_at + coalesce(j.timeout, s.timeout) as
     timeout_at into v_job
@@ -91,21 +92,15 @@ begin
   if v_state = 'unknown' and (v_job.on_unknown = 'hold'
     or v_first + taskboard.exact(begin_effect.key_valid_for) <= v_now)
   then
-    -- Evidence may arrive at this moment. It locks the row for key share: hold the row against
-    -- it, then look again in a statement of its own.
     perform from taskboard.jobs as j
     where j.id = begin_effect.job_id and j.lease_token = begin_effect.lease_token
     for update;
-    v_state := taskboard.effect_state(
-      begin_effect.job_id, begin_effect.step, begin_effect.lease_token);
-    if v_state = 'unknown' then
-      perform taskboard.hold(begin_effect.job_id, begin_effect.step,
-        case when v_job.on_unknown = 'hold' then 'an earlier outcome is unknown'
-          else 'an earlier outcome is unknown and its key is no longer valid' end);
-      v_row := row(begin_effect.job_id, begin_effect.step, v_key, 'held', null);
-      return next v_row;
-      return;
-    end if;
+    perform taskboard.hold(begin_effect.job_id, begin_effect.step,
+      case when v_job.on_unknown = 'hold' then 'an earlier outcome is unknown'
+        else 'an earlier outcome is unknown and its key is no longer valid' end);
+    v_row := row(begin_effect.job_id, begin_effect.step, v_key, 'held', null);
+    return next v_row;
+    return;
   end if;
   if v_state <> 'done' then
     insert into taskboard.effects as e (

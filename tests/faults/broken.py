@@ -83,12 +83,9 @@ WINDOWS: Final = {
         ("    delete from taskboard.serial_keys as s where s.key = hand_over.key;",
          f"    {SLEEP} delete from taskboard.serial_keys as s where s.key = hand_over.key;"),
     ),
-    "evidence that does not lock the job": (
-        ("      perform taskboard.hold(begin_effect.job_id",
-         f"      {SLEEP} perform taskboard.hold(begin_effect.job_id"),
-    ),
-    "hold without a second look": (
-        ("    -- Evidence may arrive at this moment.", f"    {SLEEP} --"),
+    "evidence and a hold at the same time": (
+        ("    perform taskboard.hold(begin_effect.job_id",
+         f"    {SLEEP} perform taskboard.hold(begin_effect.job_id"),
     ),
     "cancel looks, then acts": (
         ("  if v_state is null then\n", f"  if v_state is null then {SLEEP}\n"),
@@ -140,8 +137,7 @@ NOTICED: Final = {
     "an effect that is done looks done to its own attempt only": Aim.EFFECTS,
     "the last witness is right": Aim.EFFECTS,
     "effect key per attempt": Aim.HOLD,
-    "evidence that does not lock the job": Aim.HOLD,
-    "hold without a second look": Aim.HOLD,
+    "evidence and a hold at the same time": Aim.HOLD,
     "serial hand-over without the key's lock": Aim.SERIAL,
     "unique key by looking, then inserting": Aim.UNIQUE,
     "cancel looks, then acts": Aim.OPERATORS,

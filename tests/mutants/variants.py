@@ -446,6 +446,16 @@ MUTANTS: Final = (
         ),
     ),
     Mutant(
+        "evidence and a hold at the same time",
+        "E1",
+        "33_effects.sql",
+        (("perform pg_advisory_xact_lock(1952539510, hashtext(begin_effect.job_id::text));", ""),),
+        (
+            EFFECT + "test_hold_waits_for_evidence_that_is_just_arriving_and_hears_it[commit]",
+            EFFECT + "test_two_begins_of_one_token_hold_the_job_once_and_neither_is_a_deadlock",
+        ),
+    ),
+    Mutant(
         "evidence that does not lock the job",
         "E1",
         "33_effects.sql",
@@ -455,23 +465,7 @@ MUTANTS: Final = (
                 "    where j.id = lock_for_evidence.job_id;",
             ),
         ),
-        (
-            EFFECT + "test_evidence_waits_for_the_hold_and_frees_the_job[true-commit]",
-            EFFECT + "test_hold_waits_for_evidence_that_is_just_arriving_and_looks_again[commit]",
-        ),
-    ),
-    Mutant(
-        "hold without a second look",
-        "E1",
-        "33_effects.sql",
-        (
-            (
-                "    for update;\n    v_state := taskboard.effect_state(\n"
-                "      begin_effect.job_id, begin_effect.step, begin_effect.lease_token);\n",
-                "    for update;\n",
-            ),
-        ),
-        (EFFECT + "test_hold_waits_for_evidence_that_is_just_arriving_and_looks_again[commit]",),
+        (EFFECT + "test_last_failure_waits_for_evidence_that_is_just_arriving[commit]",),
     ),
     Mutant(
         "claims from a limited queue at the same time",

@@ -85,9 +85,7 @@ def test_evidence_waits_for_the_hold_and_frees_the_job(
 
 
 @pytest.mark.parametrize("end", ["commit", "rollback"])
-def test_hold_waits_for_evidence_that_is_just_arriving_and_looks_again(
-    named: Named, end: str
-) -> None:
+def test_hold_waits_for_evidence_that_is_just_arriving_and_hears_it(named: Named, end: str) -> None:
     a, b = named("A"), named("B")
     job = reclaimed(a)
     a.begin()
@@ -96,6 +94,17 @@ def test_hold_waits_for_evidence_that_is_just_arriving_and_looks_again(
     a.end(end)
     assert [row.state for row in hold.rows()] == ["done" if end == "commit" else "held"]
     assert state(a, job) == ("running" if end == "commit" else "held")
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_last_failure_waits_for_evidence_that_is_just_arriving(named: Named, end: str) -> None:
+    a, b = named("A"), named("B")
+    job = reclaimed(a)
+    a.begin()
+    a.call("end_effect", **job.witness)
+    failure = b.start("fail", **job.owner, permanent=True).blocks()
+    a.end(end)
+    assert [row.state for row in failure.rows()] == ["failed" if end == "commit" else "held"]
 
 
 @pytest.mark.parametrize("end", ["commit", "rollback"])
