@@ -249,8 +249,8 @@ class Board:
             return PlainTextResponse("ok\n")
         return PlainTextResponse("the database does not answer\n", 503)
 
-    async def style(self, request: Request) -> Response:
-        return FileResponse(PAGES / "board.css", headers={"Cache-Control": "max-age=300"})
+    async def file(self, request: Request) -> Response:
+        return FileResponse(PAGES / request.url.path[1:], headers={"Cache-Control": "max-age=300"})
 
     # What goes wrong.
 
@@ -366,7 +366,8 @@ def make_app(database: Database, access: Access, *, operator: bool) -> ASGIApp:
         Route("/login", board.login, methods=["GET", "POST"]),
         Route("/logout", board.logout, methods=["POST"]),
         Route("/healthz", board.health, methods=["GET"]),
-        Route("/board.css", board.style, methods=["GET"]),
+        Route("/board.css", board.file, methods=["GET"]),
+        Route("/icon.svg", board.file, methods=["GET"]),
     ]
     handlers: dict[Any, Any] = {
         HTTPException: board.on_http_error, psycopg.Error: board.on_database_error,

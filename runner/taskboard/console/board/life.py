@@ -56,9 +56,7 @@ def events(job: Row, effects: list[Row], incidents: list[Row], now: datetime) ->
     for incident in incidents:
         title, tone = INCIDENTS.get(incident["what"], (incident["what"], ""))
         who = incident["worker"] or f"login {incident['by_role']}"
-        found.append(
-            Event(incident["happened_at"], title, incident["detail"] or "", who, tone)
-        )
+        found.append(Event(incident["happened_at"], title, incident["detail"] or "", who, tone))
     return sorted(found, key=lambda event: event.at)
 
 

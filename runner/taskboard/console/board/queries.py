@@ -7,6 +7,7 @@ in a statement: so it costs the same however long the history is, and whatever i
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -156,13 +157,11 @@ FIRST_ID, LAST_ID = UUID(int=0), UUID(int=2**128 - 1)
 
 def texts() -> Iterator[tuple[str, str]]:
     """List all statements, by name, as `--show-sql` prints them."""
-    for name, value in globals().items():
-        if name.isupper() and isinstance(value, str) and "taskboard." in value:
-            yield name.lower(), value.format(within="", where="").replace("%(", ":").replace(
-                ")s", ""
-            )
-    for name, text in VERBS.items():
-        yield name, text.replace("%(", ":").replace(")s", "")
+    found = {name.lower(): value for name, value in globals().items() if name.isupper()} | VERBS
+    for name, text in found.items():
+        if isinstance(text, str) and "taskboard." in text:
+            plain = text.format(within="", where="")
+            yield name, re.sub(r"%\((\w+)\)s", r":\1", plain)
 
 
 @dataclass(frozen=True, slots=True)

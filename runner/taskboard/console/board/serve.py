@@ -14,6 +14,7 @@ import sys
 import uvicorn
 from psycopg import AsyncConnection
 from psycopg.rows import dict_row
+from starlette.types import ASGIApp
 
 from taskboard.cli import FAILED, OK, database
 from taskboard.connections import connect_arguments
@@ -97,13 +98,7 @@ async def _serve(url: str, access: Access, arguments: argparse.Namespace) -> int
         print(f"taskboard: {arguments.bind}, port {arguments.port}: {exc}", file=sys.stderr)
         return FAILED
     app = make_app(Database(url), access, operator=arguments.operator)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app, log_config=None, access_log=False, server_header=False, proxy_headers=False,
-            ws="none", http="h11", loop="asyncio", lifespan="on", limit_concurrency=100,
-            timeout_keep_alive=15, timeout_graceful_shutdown=3,
-        )
-    )
+    server = make_server(app)
     host, port = listener.getsockname()[:2]
     address = f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
     what = "operators" if arguments.operator else "reading"
@@ -114,6 +109,17 @@ async def _serve(url: str, access: Access, arguments: argparse.Namespace) -> int
     with listener:
         await server.serve([listener])
     return OK
+
+
+def make_server(app: ASGIApp) -> uvicorn.Server:
+    """Make the server. It believes no header about where a request comes from."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            app, log_config=None, access_log=False, server_header=False, proxy_headers=False,
+            ws="none", http="h11", loop="asyncio", lifespan="on", limit_concurrency=100,
+            timeout_keep_alive=15, timeout_graceful_shutdown=3,
+        )
+    )  # fmt: skip
 
 
 async def _check(url: str, operator: bool) -> None:

@@ -28,6 +28,12 @@ def when(at: datetime | None) -> Markup | str:
     )
 
 
+def exactly(at: datetime) -> Markup:
+    """Write an instant with its milliseconds."""
+    text = at.astimezone(UTC).isoformat(" ", "milliseconds").removesuffix("+00:00")
+    return Markup('<time datetime="{}Z">{}</time>').format(text.replace(" ", "T"), text)
+
+
 def span(length: timedelta | float | None) -> str:
     """Write a duration with its two largest parts."""
     if length is None:
@@ -114,11 +120,13 @@ def make_environment() -> Environment:
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     environment.filters |= {
-        "when": when, "span": span, "ago": ago, "count": count, "document": document,
-        "short_id": short_id,
+        "when": when, "exactly": exactly, "span": span, "ago": ago, "count": count,
+        "document": document, "short_id": short_id,
     }  # fmt: skip
     environment.globals |= {
-        "ended_chart": ended_chart, "depth_chart": depth_chart, "seconds_chart": seconds_chart,
+        "ended_chart": ended_chart,
+        "depth_chart": depth_chart,
+        "seconds_chart": seconds_chart,
     }
     return environment
 
