@@ -147,6 +147,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="use an SMTP and a Stripe server of our own, and print each mail and charge",
     )  # fmt: skip
     sub.add_argument("--log-json", "--json", action="store_true", help="log JSON, an object a line")
+    sub.add_argument(
+        "--metrics", metavar="[HOST:]PORT", help="serve /metrics, /healthz and /readyz there"
+    )
     sub.add_argument("--show-sql", action="store_true", help="print the calls it makes, do nothing")
 
     sub = command("enqueue", enqueue, "add a job, print its id", f"taskboard enqueue email {MAIL}")
@@ -278,7 +281,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.dev:
             options |= stack.enter_context(dev_servers())
         settings = stack.enter_context(database(Settings.load(**options)))
-        return process.main(settings, arguments.modules)
+        return process.main(settings, arguments.modules, arguments.metrics)
 
 
 def worker_calls() -> list[str]:

@@ -17,21 +17,26 @@ from taskboard.preflight import find_handlers
 from taskboard.settings import Settings, SettingsError
 from taskboard.worker import STUCK, Worker
 
+Watch = Callable[[Worker], object]
 
-def main(settings: Settings, modules: Sequence[str] = ()) -> int:
+
+def main(settings: Settings, modules: Sequence[str] = (), metrics: str | None = None) -> int:
     """Run a worker process with the handlers that are configured; return its exit code.
+
+    `metrics`: where to serve figures and health, PORT or HOST:PORT.
 
     When handlers do not end, the process is left within a second of the return. Raises
     SettingsError.
     """
     log_to_stderr(settings.log_json)
     found, off = find_handlers(settings, modules)
-    runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)
-    try:
-        code = runner.run(run(settings, found, off))
-    except SettingsError:
-        runner.close()
-        raise
+    with watching(metrics) as watch:
+        runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)
+        try:
+            code = runner.run(run(settings, found, off, watch))
+        except SettingsError:
+            runner.close()
+            raise
     if code != STUCK:
         runner.close()
     else:  # closing would wait for the tasks, and the interpreter for the threads
@@ -41,12 +46,26 @@ def main(settings: Settings, modules: Sequence[str] = ()) -> int:
     return code
 
 
+@contextmanager
+def watching(metrics: str | None) -> Iterator[Watch]:
+    """Let workers be seen from outside, where that was asked for."""
+    if metrics is None:
+        yield lambda worker: None
+        return
+    from taskboard.health import serving
+
+    with serving(metrics) as health:
+        yield health.watch
+
+
 async def run(
-    settings: Settings, handlers: Mapping[str, Handler], off: Mapping[str, str] | None = None
-) -> int:
+    settings: Settings, handlers: Mapping[str, Handler], off: Mapping[str, str] | None = None,
+    watch: Watch = lambda worker: None,
+) -> int:  # fmt: skip
     """Run jobs until a signal, or until nothing is left; return the exit code.
 
     `handlers` maps kinds to handlers; `off` maps kinds that are not configured to the reason.
+    `watch` is told of the worker.
     Raises SettingsError when the database cannot be used as configured.
     """
     off = dict(off or {})
@@ -59,6 +78,7 @@ async def run(
         off |= {kind: "not asked for" for kind in handlers}
         handlers = {kind: handlers[kind] for kind in settings.kinds}
     worker = Worker(settings, handlers)
+    watch(worker)
     try:
         with stopped_by_signals(worker.stop):
             return await worker.run(off)
