@@ -22,6 +22,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--wide", action="store_true", help="run the tests marked `wide` as well"
     )  # fmt: skip
+    parser.addoption(
+        "--pictures", metavar="FOLDER", help="keep what the browser shows there (a temporary one)"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
