@@ -190,7 +190,7 @@ def test_the_life_of_a_job_is_told_in_order_with_what_is_not_kept(
     rows(db, "select taskboard.complete(%s, %s)", claim(db, "mail", "web-4"))
     told = words(board().get(f"/jobs/{job_id}"))
     life = [
-        "Enqueued", "Effect main begun", "A lease lapsed by web-1", "Held: an outcome is unknown",
+        "Enqueued", "Effect main begun", "A lease lapsed of web-1", "Held: an outcome is unknown",
         "A write was refused", "complete: held", "Resolved by a person", "ann: it is in the log",
         "Effect main took place", "Retried by a person", "bob: again",
         "Claimed, the last time by web-4", "attempt 4", "Completed by web-4", "Not kept:",

@@ -93,9 +93,14 @@ class Browser:
                 return
         raise AssertionError(f"{css} is not reached with the keyboard")
 
+    def faint(self) -> list[str]:
+        """The texts that are too faint."""
+        found: list[str] = self.driver.execute_script(FAINT)
+        return found
+
     def picture(self, name: str) -> None:
         """Keep what is shown, the whole page; and look whether all of it can be read."""
-        assert self.driver.execute_script(FAINT) == [], name
+        assert self.faint() == [], name
         wide, room = self.driver.execute_script(
             "const e = document.documentElement; return [e.scrollWidth, e.clientWidth]"
         )

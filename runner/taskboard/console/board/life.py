@@ -55,7 +55,8 @@ def events(job: Row, effects: list[Row], incidents: list[Row], now: datetime) ->
         found += of_effect(effect)
     for incident in incidents:
         title, tone = INCIDENTS.get(incident["what"], (incident["what"], ""))
-        who = incident["worker"] or f"login {incident['by_role']}"
+        worker = incident["worker"]
+        who = f"of {worker}" if worker else f"by login {incident['by_role']}"
         found.append(Event(incident["happened_at"], title, incident["detail"] or "", who, tone))
     return sorted(found, key=lambda event: event.at)
 
@@ -70,7 +71,7 @@ def of_job(job: Row, now: datetime) -> list[Event]:
         detail = f"attempt {job['attempt']}"
         if job["lapsed_by"]:
             detail += f", taken over from {job['lapsed_by']}, whose lease had lapsed"
-        who = job["worker"] or ""
+        who = f"by {job['worker']}" if job["worker"] else ""
         found.append(Event(job["claimed_at"], "Claimed, the last time", detail, who))
     if job["cancel_requested_at"]:
         found.append(
@@ -87,7 +88,7 @@ def of_job(job: Row, now: datetime) -> list[Event]:
             found.append(Event(at, title, ahead=at > now, tone="bad" if state == "expired" else ""))
     if job["finished_at"]:
         state = job["state"]
-        who = job["worker"] or ""
+        who = f"by {job['worker']}" if job["worker"] else ""
         found.append(Event(job["finished_at"], state.capitalize(), "", who, ENDS[state]))
     return found
 

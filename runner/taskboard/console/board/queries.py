@@ -27,6 +27,7 @@ Ask = Callable[..., Awaitable[list[Row]]]
 
 PAGE = 50  # rows
 WINDOW = 20_000  # jobs that one statement looks at
+OF_A_KEY = 2_000  # … before an index of keys is asked
 LOOKS_FOR = 0.6  # seconds; then a page shows what it has, and offers to look further
 ANSWERS_WITHIN = 5000  # milliseconds a statement
 POOL_OF, POOL_WAITS = 4, 5.0
@@ -238,7 +239,7 @@ async def find(ask: Ask, wanted: Wanted, most: int) -> Found:
     if wanted.key:  # of a common one the newest jobs are at hand; of others an index knows
         values["key"] = wanted.key
         newest = f"{where} and (unique_key = %(key)s or serial_key = %(key)s)"
-        rows = await ask(LOOK.format(within=within, where=newest), **values)
+        rows = await ask(LOOK.format(within=within, where=newest), **values | {"window": OF_A_KEY})
         if len(rows) <= most:
             rows = await ask(WITH_KEY.format(where=within + where), **values)
         return page(rows, most)
