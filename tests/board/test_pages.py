@@ -280,6 +280,28 @@ def test_the_overview_counts_and_draws_what_has_ended_in_the_last_hour(
     assert re.search(r"half of them: now 2\S* s", text)
 
 
+def test_the_depth_of_the_queues_is_served_as_figures_to_who_has_the_token(
+    db: Connection, board: Open
+) -> None:
+    evil = 'a"b\\c'
+    enqueue(db, evil, queue="mails")
+    enqueue(db, "mail", queue="mails", delay="1 hour")
+    rows(db, "select taskboard.pause('mails')")
+    found = board().get("/metrics").text.splitlines()
+    named = r'queue="mails",kind="a\"b\\c",priority="5"'
+    assert f'taskboard_queue_jobs{{{named},state="ready"}} 1' in found
+    assert f"taskboard_queue_paused{{{named}}} 1" in found
+    waits = [line for line in found if line.startswith("taskboard_queue_oldest_ready_seconds{")]
+    assert sorted(float(line.rsplit(" ", 1)[1]) > 0 for line in waits) == [False, True]
+    token = "correct horse battery staple"
+    site = board(token=token)
+    for given in ("", "Bearer wrong", f"Basic {token}", token):
+        answer = site.get("/metrics", headers={"Authorization": given} if given else {})
+        assert answer.status_code == 401 and "mails" not in answer.text
+    answer = site.get("/metrics", headers={"Authorization": f"Bearer {token}"})
+    assert answer.status_code == 200 and "mails" in answer.text
+
+
 def test_all_statements_of_the_board_stand_in_one_file() -> None:
     folder = Path(queries.__file__).parent
     for path in folder.rglob("*.py"):

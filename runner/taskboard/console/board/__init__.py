@@ -2,8 +2,9 @@
 
 `serve.py` reads the options and serves; `access.py` says who may come in; `app.py` has a function
 for each page and one for each verb; `queries.py` has all the SQL; `life.py` puts what is stored of
-a job in order of time; `samples.py` remembers the last hour for `charts.py`, which draws. `pages/`
-are the templates. Everything is made here on the server: no script runs in the browser.
+a job in order of time; `samples.py` remembers the last hour, and `charts.py` draws it; `figures.py`
+is for Prometheus. `pages/` are the templates. All is made here on the server: no script runs in the
+browser.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from taskboard.connections import is_transient, one_line
-from taskboard.console.board import life, queries
+from taskboard.console.board import figures, life, queries
 from taskboard.console.board.access import Access, Guard, Session, clean_name
 from taskboard.console.board.queries import (
     ABOUT,
@@ -241,6 +241,17 @@ class Board:
         request.state.set_cookie(self.access.open(""))
         return RedirectResponse("/login?done=logout", 303)
 
+    async def metrics(self, request: Request) -> Response:
+        """Tell how deep the queues are, to whoever is logged in or sends the token along."""
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        if self.access.token and not request.state.session.name:
+            known = scheme.lower() == "bearer" and self.access.knows(token)
+            if not known:
+                return PlainTextResponse("send the token: Authorization: Bearer …\n", 401)
+        async with self.database.reading("jit") as ask:
+            [about], queues = await ask(ABOUT), await ask(QUEUES)
+        return Response(figures.text(queues, about["now"]), media_type=figures.KIND)
+
     async def health(self, request: Request) -> Response:
         """Tell whether the database answers; for whoever starts this process."""
         with suppress(psycopg.Error, PoolTimeout, OSError):
@@ -365,6 +376,7 @@ def make_app(database: Database, access: Access, *, operator: bool) -> ASGIApp:
         Route("/do/{verb}", logged_in(board.act, access), methods=["POST"]),
         Route("/login", board.login, methods=["GET", "POST"]),
         Route("/logout", board.logout, methods=["POST"]),
+        Route("/metrics", board.metrics, methods=["GET"]),
         Route("/healthz", board.health, methods=["GET"]),
         Route("/board.css", board.file, methods=["GET"]),
         Route("/icon.svg", board.file, methods=["GET"]),
