@@ -204,7 +204,8 @@ create index if not exists history_finished
 create index if not exists history_stubs on taskboard.history (finished_at) where payload is null;
 
 -- For people: what ended badly, the newest first. What is completed does not touch it.
-create index if not exists history_failed on taskboard.history (id) where state <> 'completed';
+create index if not exists history_failed on taskboard.history (state, id)
+  where state <> 'completed';
 
 -- Who had a key: a filter of some bytes a job instead of an index of all keys, which would cost
 -- each completion a write somewhere in its midst.

@@ -6,6 +6,7 @@ stable
 security definer
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
+set enable_bitmapscan = on
 set jit = off
 as $$
 declare

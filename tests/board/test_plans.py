@@ -62,7 +62,7 @@ def nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def explained(db: Connection, query: str, **values: Any) -> tuple[list[dict[str, Any]], int]:
     """Run a query as the board does; answer the nodes of its plan, and how many pages it read."""
     with db.transaction(), db.cursor(row_factory=dict_row) as cursor:
-        for name in ALONG_THE_IDS if query not in (MINUTE, KEYED) else ("jit",):
+        for name in ALONG_THE_IDS if query != MINUTE else ("jit",):
             cursor.execute(f"set local {name} = off")
         cursor.execute(f"explain (analyze, buffers, format json) {query}".encode(), values)
         row = cursor.fetchone()
@@ -90,7 +90,7 @@ WANTED = {
     "completed": (queries.Wanted(state="completed"), PAGE * 2),
     "failed": (queries.Wanted(state="failed"), PAGE * 2),
     "failed, of a rare kind": (queries.Wanted(state="failed", kind="rare"), MANY / 500 + 10),
-    "cancelled": (queries.Wanted(state="cancelled"), MANY / 500 + 10),
+    "cancelled": (queries.Wanted(state="cancelled"), 0),
     "held": (queries.Wanted(state="held"), 10),
     "ready": (queries.Wanted(state="ready"), WINDOW * 2),
 }
