@@ -66,7 +66,8 @@ def test_a_form_without_its_token_or_with_that_of_another_session_changes_nothin
     "headers",
     [
         {"Origin": "https://evil.example"}, {"Origin": "null"}, {"Origin": "http://127.0.0.1:1"},
-        {"Origin": ""}, {"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"},
+        {"Origin": ""}, {"Origin": "http://["}, {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
     ],
 )  # fmt: skip
 def test_a_form_that_another_site_sends_changes_nothing(

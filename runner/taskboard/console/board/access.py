@@ -111,7 +111,8 @@ class Access:
 
 
 def same(one: str, other: str) -> bool:
-    return hmac.compare_digest(one.encode("utf-8", "replace"), other.encode())
+    """Compare in constant time."""
+    return hmac.compare_digest(*(text.encode("utf-8", "surrogatepass") for text in (one, other)))
 
 
 def clean_name(text: str) -> str:
@@ -131,7 +132,8 @@ def is_foreign(headers: Headers) -> bool:
     """Tell whether another site sends this form; browsers say where it came from."""
     origin = headers.get("origin")
     if origin is not None:
-        return urlsplit(origin).netloc.lower() != headers.get("host", "").lower()
+        scheme, _, host = origin.partition("://")
+        return scheme not in ("http", "https") or host.lower() != headers.get("host", "").lower()
     return headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none")
 
 
