@@ -15,6 +15,7 @@ import argparse
 import re
 import statistics
 import sys
+from datetime import timedelta
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
@@ -29,13 +30,11 @@ from taskboard.console.board.access import Access
 from taskboard.console.board.serve import OWN_NAMES
 from taskboard.migrate import migrate
 
-DAY = """
-create table taskboard.{table} (like taskboard.history including all);
-alter table taskboard.history attach partition taskboard.{table}
-  for values from ('{day}') to ('{next}')
+ATTACH = """
+alter table taskboard.history attach partition {table} for values from ('{day}') to ('{next}')
 """
 FINISHED = """
-insert into taskboard.history (id, finished_at, attempt, priority, failures, lost_leases,
+insert into {table} (id, finished_at, attempt, priority, failures, lost_leases,
   lease_token, run_at, created_at, claimed_at, state, queue, kind, on_unknown, finished_by,
   unique_key, payload)
 select taskboard.new_job_id(taskboard.job_id_head(d.at), gen_random_uuid(), 0, '0000'),
@@ -47,35 +46,33 @@ select taskboard.new_job_id(taskboard.job_id_head(d.at), gen_random_uuid(), 0, '
   jsonb_build_object('to', 'ada@example.com', 'subject', 'Hello', 'text', repeat('some words ', 9))
 from generate_series({first}, {last}) as n
 cross join lateral (
-  select timestamptz '{begins}' + (n::float8 / {rows}) * interval '{seconds} s' as at) as d
+  select timestamptz '{begins}' + (n - {first} + 1) * interval '{step} us' as at) as d
 """
 
 
 def fill(db: Connection, count: int, days: int) -> None:
-    """Make a history, a million jobs a statement."""
+    """Make a history, a day in a transaction: its table, its jobs, then its indexes."""
     db.execute("set timezone = 'UTC'")
-    [(begins, seconds)] = rows(
-        db, "select date_trunc('day', now()) - make_interval(days => %s),"
-        " extract(epoch from now() - date_trunc('day', now())) + %s * 86400.0", [days, days],
-    )  # fmt: skip
-    for number in range(days):
-        [(day, after)] = rows(
-            db, "select %s + make_interval(days => %s), %s + make_interval(days => %s + 1)",
-            [begins, number, begins, number],
-        )  # fmt: skip
-        table = f"history_{day:%Y%m%d}"
-        if not rows(db, "select to_regclass(%s)", [f"taskboard.{table}"])[0][0]:
-            db.execute(DAY.format(table=table, day=day, next=after).encode())
-    step = 1_000_000
-    for first in range(1, count + 1, step):
-        last = min(first + step - 1, count)
-        text = FINISHED.format(
-            first=first, last=last, rows=count, begins=begins, seconds=seconds
-        )  # fmt: skip
-        db.execute(text.encode())
+    [(today, passed)] = rows(
+        db, "select date_trunc('day', now()), extract(epoch from now() - date_trunc('day', now()))"
+    )
+    each = round(count / (days + float(passed) / 86400))
+    for ago in range(days, -1, -1):
+        day, first = today - timedelta(days=ago), (days - ago) * each + 1
+        last = first + each - 1 if ago else count
+        table, step = f"taskboard.history_{day:%Y%m%d}", 86_399_000_000 // each
+        text = FINISHED.format(table=table, first=first, last=last, begins=day, step=step)
+        with db.transaction():
+            if ago:
+                db.execute(
+                    f"create table {table} (like taskboard.history including constraints)".encode()
+                )
+            db.execute(text.encode())
+            if ago:
+                after = day + timedelta(days=1)
+                db.execute(ATTACH.format(table=table, day=day, next=after).encode())
         print(f"{last:,} jobs", flush=True)
     db.execute("vacuum analyze taskboard.history")
-    db.execute("checkpoint")
 
 
 def some_live(db: Connection) -> None:
@@ -151,7 +148,7 @@ def main() -> None:
     options = parser.parse_args()
     settings: dict[str, Any] = {
         "synchronous_commit": "off", "max_wal_size": "4GB", "shared_buffers": "512MB",
-        "maintenance_work_mem": "256MB",
+        "maintenance_work_mem": "256MB", "wal_level": "minimal", "max_wal_senders": "0",
     }  # fmt: skip
     server = make_server(options.postgres, settings)
     try:

@@ -213,7 +213,7 @@ OPTIONS = [
     (["--bind", "0.0.0.0"], "at 0.0.0.0 others can reach the board"),
     (["--bind", "::"], "at :: others can reach the board"),
     (["--bind", "board.example"], "at board.example others can reach the board"),
-    (["--token"], "--token takes the token from TASKBOARD_BOARD_TOKEN"),
+    (["--login"], "--login takes the token from TASKBOARD_BOARD_TOKEN"),
     (["--trusted-header", "X-User"], "belong together"),
     (["--trusted-proxy", "10.0.0.1"], "belong together"),
     (["--trusted-header", "X-User", "--trusted-proxy", "proxy"], "'proxy' does not appear to be"),

@@ -306,7 +306,7 @@ VERBS = (
             argument("--port", type=port, default=8080, metavar="N", help="0: any free one (8080)"),
             argument("--operator", action="store_true",
                      help="with forms to retry, cancel, resolve …, and documents"),
-            argument("--token", action="store_true",
+            argument("--login", action="store_true",
                      help="people log in with the token in TASKBOARD_BOARD_TOKEN"),
             argument("--trusted-header", dest="trusted_header", metavar="NAME",
                      help="a proxy has logged people in, and names them in this header"),

@@ -42,11 +42,11 @@ def read_access(arguments: argparse.Namespace) -> Access:
         raise SettingsError("--host names no host", "write it as it stands in the address: board")
     hosts = named | {host_of(f"[{arguments.bind}]" if ":" in arguments.bind else arguments.bind)}
     access = Access(hosts=frozenset(hosts | (OWN_NAMES if local else frozenset())))
-    if arguments.token:
+    if arguments.login:
         access.token = os.environ.get(TOKEN, "")
         if len(access.token) < TOKEN_LEAST:
             raise SettingsError(
-                f"--token takes the token from {TOKEN}, of at least {TOKEN_LEAST} characters",
+                f"--login takes the token from {TOKEN}, of at least {TOKEN_LEAST} characters",
                 f"export {TOKEN}=$(openssl rand -base64 24)",
             )
     if bool(arguments.trusted_header) != bool(arguments.trusted_proxy):
@@ -61,7 +61,7 @@ def read_access(arguments: argparse.Namespace) -> Access:
     if not (local or access.token or access.header):
         raise SettingsError(
             f"at {arguments.bind} others can reach the board",
-            "say --token, or --trusted-header NAME --trusted-proxy ADDRESS, or stay at 127.0.0.1",
+            "say --login, or --trusted-header NAME --trusted-proxy ADDRESS, or stay at 127.0.0.1",
         )
     if not (access.token or access.header):
         access.name = _own_name()
