@@ -286,13 +286,16 @@ async def test_a_listener_that_is_deaf_turns_ready_red_and_comes_back(
 
 
 @in_loop
-async def test_claim_loop_dead_heartbeat_alive(dsn: str, db: Connection) -> None:
-    """Field case: whatever part ends, the process never goes on alive but deaf.
+async def test_claim_loop_dead_heartbeat_alive(
+    dsn: str, db: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever part ends, the process never goes on alive but deaf.
 
-    An unexpected error in the claims, the listener or the renewer in turn: either the part goes
-    on, or the worker ends with a code that has it started anew; and health is red by then.
+    An unexpected error in the claims, listener, renewer and housekeeping in turn: either the part
+    goes on, or the worker ends with a code that has it started anew; and health is red by then.
     """
-    for part in ("claims", "listener", "renewer"):
+    monkeypatch.setattr(worker, "MAINTAIN_EVERY", 1.0)
+    for part in ("claims", "listener", "housekeeping", "renewer"):
         async with seen(dsn, {"idle": idle}) as it:
             await it.until("/readyz", 200)
 
@@ -307,6 +310,8 @@ async def test_claim_loop_dead_heartbeat_alive(dsn: str, db: Connection) -> None
             elif part == "listener":
                 it.worker.wake.link.call = broken  # type: ignore[method-assign]
                 it.worker.wake.sleeping(False)
+            elif part == "housekeeping":
+                it.worker.pool.connection = broken  # type: ignore[method-assign]
             else:
                 it.worker.renewer._watch = broken  # type: ignore[method-assign]
             if part == "renewer":
