@@ -1,12 +1,13 @@
 """Measure what the board's pages take in front of a long history.
 
-    python tests/bench/board.py [--rows N] [--days N] [--postgres BIN]
+    python tests/bench/board.py [--rows N] [--days N] [--stay] [--postgres BIN]
 
 N finished jobs (ten millions) of so many days (7) are put straight into partitions of their days,
 one in 500 failed, one in 100,000 of a rare kind, each with a unique key of its own; vacuumed and
 analyzed, as autovacuum does. Then a board is served, and each page is loaded over HTTP six times;
 shown are the first time, the median and the longest, how many jobs the page shows, and what the
-database read for it. One server of this program's own, in a temporary folder.
+database read for it, with what the board counts meanwhile. With `--stay` both go on until Ctrl-C,
+for a look with a browser. One server of this program's own, in a temporary folder.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import argparse
 import re
 import statistics
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from threading import Event
 from time import perf_counter, sleep
 from typing import Any
 
@@ -144,6 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--days", type=int, default=7)
+    parser.add_argument("--stay", action="store_true")
     parser.add_argument("--postgres", default="auto")
     options = parser.parse_args()
     settings: dict[str, Any] = {
@@ -170,6 +174,10 @@ def main() -> None:
                     measure(client, name, path)
                     sleep(0.2)
                     print(f"{'':34} {(read(db) - blocks) / 6:10.0f} blocks a time")
+                if options.stay:
+                    print(f"the board is at {address}, its database {server.dsn()}", flush=True)
+                    with suppress(KeyboardInterrupt):
+                        Event().wait()
     finally:
         server.close()
 
