@@ -172,7 +172,7 @@ def main() -> None:
                 for name, path in chosen.items():
                     blocks = read(db)
                     measure(client, name, path)
-                    sleep(0.2)
+                    sleep(1.2)  # so late are statistics at most
                     print(f"{'':34} {(read(db) - blocks) / 6:10.0f} blocks a time")
                 if options.stay:
                     print(f"the board is at {address}, its database {server.dsn()}", flush=True)
