@@ -177,7 +177,7 @@ def test_each_page_can_be_read_in_light_in_dark_and_on_a_telephone(
                 browser.go(path)
         browser.picture(f"{name}-{looks}")
     browser.go("/jobs")
-    browser.driver.execute_script("document.querySelector('h1').style.color = 'grey'")
+    browser.driver.execute_script("document.querySelector('h1').style.color = '#777'")
     assert len(browser.faint()) == 1, "what cannot be read is noticed"
     browser.keys(TAB)
     assert browser.driver.switch_to.active_element.text == "Skip to the page"
