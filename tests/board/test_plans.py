@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from psycopg.rows import dict_row
 
-from support import Connection, rows
+from support import Connection, Databases, rows, session
 from taskboard.console.board import queries
 from taskboard.console.board.queries import ALONG_THE_IDS, HELD, LOOK, MINUTE, WINDOW_ENDS
 
@@ -38,19 +38,28 @@ cross join (select l.id from taskboard.lanes as l where not l.returning limit 1)
 """
 
 
+@pytest.fixture(scope="module")
+def filled(databases: Databases, template: str) -> str:
+    """A database with a long history, which these tests only read."""
+    dsn = databases.server.dsn(databases.create(template))
+    with session(dsn) as db:
+        rows(db, "select taskboard.enqueue('mail')")
+        rows(db, FINISHED, {"many": MANY})
+        rows(db, LIVING, {"live": LIVE})
+        rows(
+            db, "update taskboard.jobs set waits_for = 'person', claimable_at = 'infinity',"
+            " held_step = 'main' where id = (select min(id::text)::uuid from taskboard.jobs)",
+        )  # fmt: skip
+        db.execute("vacuum analyze taskboard.history")
+        db.execute("vacuum analyze taskboard.jobs")
+    return dsn
+
+
 @pytest.fixture
-def full(db: Connection) -> Connection:
-    """The owner's session in a database with a long history."""
-    rows(db, "select taskboard.enqueue('mail')")
-    rows(db, FINISHED, {"many": MANY})
-    rows(db, LIVING, {"live": LIVE})
-    rows(
-        db, "update taskboard.jobs set waits_for = 'person', claimable_at = 'infinity',"
-        " held_step = 'main' where id = (select min(id::text)::uuid from taskboard.jobs)",
-    )  # fmt: skip
-    db.execute("vacuum analyze taskboard.history")
-    db.execute("vacuum analyze taskboard.jobs")
-    return db
+def full(filled: str) -> Iterator[Connection]:
+    """The owner's session in it."""
+    with session(filled) as db:
+        yield db
 
 
 def nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -138,12 +147,12 @@ def test_a_minute_is_counted_without_reading_the_others(full: Connection) -> Non
 
 
 def test_a_page_says_how_far_it_has_looked_and_goes_on_from_there(
-    full: Connection, dsn: str, board: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    filled: str, board: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queries, "WINDOW", WINDOW)
     monkeypatch.setattr(queries, "LOOKS_FOR", 0.0)
-    text = board(dsn).get("/jobs?kind=rare").text
+    text = board(filled).get("/jobs?kind=rare").text
     assert "jobs were looked at" in text and "Look further back" in text
     monkeypatch.setattr(queries, "LOOKS_FOR", 60.0)
-    text = board(dsn).get("/jobs?kind=rare").text
+    text = board(filled).get("/jobs?kind=rare").text
     assert text.count('<span class="state') == MANY / 2000 and "Look further back" not in text

@@ -185,6 +185,7 @@ async def test_a_loop_that_is_held_up_turns_ready_red_then_healthy_and_green_aga
         await it.until("/healthz", 200)
 
 
+@pytest.mark.wide
 @in_loop
 async def test_a_claim_session_that_hangs_turns_ready_red_and_not_healthy(
     dsn: str, db: Connection, monkeypatch: pytest.MonkeyPatch
@@ -198,6 +199,7 @@ async def test_a_claim_session_that_hangs_turns_ready_red_and_not_healthy(
             await it.until("/readyz", 200)  # by another session: this one was given up
 
 
+@pytest.mark.wide
 @in_loop
 async def test_claims_that_are_refused_turn_ready_red_as_long_as_they_are(
     dsn: str, db: Connection, connect: Callable[..., Connection]
@@ -235,6 +237,7 @@ async def test_a_renewer_that_is_dead_turns_ready_and_healthy_red(
     assert it.worker.code == worker.BROKEN, "a worker without a renewer ends"
 
 
+@pytest.mark.wide
 @in_loop
 async def test_a_renewer_that_stands_still_turns_ready_and_healthy_red(
     dsn: str, db: Connection, monkeypatch: pytest.MonkeyPatch
@@ -253,6 +256,7 @@ async def test_a_renewer_that_stands_still_turns_ready_and_healthy_red(
         await it.until("/healthz", 200)
 
 
+@pytest.mark.wide
 @in_loop
 async def test_renewals_that_are_refused_turn_ready_red_before_the_leases_lapse(
     dsn: str, db: Connection
@@ -272,6 +276,7 @@ async def test_renewals_that_are_refused_turn_ready_red_before_the_leases_lapse(
         done.set()
 
 
+@pytest.mark.wide
 @in_loop
 async def test_a_listener_that_is_deaf_turns_ready_red_and_comes_back(
     dsn: str, db: Connection, monkeypatch: pytest.MonkeyPatch
