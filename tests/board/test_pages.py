@@ -143,6 +143,7 @@ def test_a_database_without_taskboard_or_without_the_right_is_named(
     assert page.status_code == 403 and "has no right to that" in words(page)
 
 
+@pytest.mark.wide
 def test_a_database_that_is_away_is_said_and_comes_back(
     server_factory: Callable[..., Server], board: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
