@@ -150,6 +150,9 @@ create index if not exists jobs_claim on taskboard.jobs (lane_id, claimable_at, 
 create index if not exists jobs_turn
   on taskboard.jobs (serial_key, serial_no) where waits_for is not null;
 
+-- For people: few jobs are held, and the rest does not touch it.
+create index if not exists jobs_held on taskboard.jobs (id) where held_step is not null;
+
 create table if not exists taskboard.unique_keys (
   kind text not null,
   key text not null,
@@ -208,6 +211,17 @@ create index if not exists history_finished
 
 -- Jobs of queues that keep nothing: only these, so that others do not pay for it.
 create index if not exists history_stubs on taskboard.history (finished_at) where payload is null;
+
+-- For people: what ended badly, the newest first. What is completed does not touch it.
+create index if not exists history_failed on taskboard.history (state, id)
+  where state <> 'completed';
+
+-- Who had a key: a filter of some bytes a job instead of an index of all keys, which would cost
+-- each completion a write somewhere in its midst.
+create index if not exists history_with_key on taskboard.history using brin (
+    unique_key text_bloom_ops (n_distinct_per_range = 1000),
+    serial_key text_bloom_ops (n_distinct_per_range = 1000))
+  with (pages_per_range = 32, autosummarize = on);
 
 create table if not exists taskboard.history_default
   partition of taskboard.history default;

@@ -53,6 +53,7 @@ declare
     advance_schedule     worker
     wait_for             producer
     job_documents        operator
+    jobs_with_key        operator observer
     job_list             operator observer
     queue_stats          worker operator observer
     worker_list          operator observer

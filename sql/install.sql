@@ -55,6 +55,7 @@ $$;
 \ir 50_maintain.sql
 \ir 60_views.sql
 \ir 61_count_ready.sql
+\ir 62_jobs_with_key.sql
 \ir 90_grants.sql
 \ir 99_checks.sql
 commit;

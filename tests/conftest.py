@@ -26,6 +26,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--languages", action="store_true",
         help="run the clients in all languages; tests/clients/README.md says what they need",
     )  # fmt: skip
+    parser.addoption(
+        "--pictures", metavar="FOLDER", help="keep what the browser shows there (a temporary one)"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

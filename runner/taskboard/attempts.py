@@ -53,6 +53,9 @@ class Attempt:
     ending: Ending = Ending()  # noqa: RUF009
     alone: bool = False  # to be settled by itself, not in a batch
 
+    def __post_init__(self) -> None:
+        self.lease.tell = self.interrupt
+
     @property
     def hung(self) -> bool:
         """Whether the lease is gone and the handler had time to end, and did not."""

@@ -148,6 +148,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="use an SMTP and a Stripe server of our own, and print each mail and charge",
     )  # fmt: skip
     sub.add_argument("--log-json", "--json", action="store_true", help="log JSON, an object a line")
+    sub.add_argument(
+        "--metrics", metavar="[HOST:]PORT", help="serve /metrics, /healthz and /readyz there"
+    )
     sub.add_argument("--show-sql", action="store_true", help="print the calls it makes, do nothing")
 
     sub = command("enqueue", enqueue, "add a job, print its id", f"taskboard enqueue email {MAIL}")
@@ -280,7 +283,7 @@ def run(arguments: argparse.Namespace) -> int:
             options |= stack.enter_context(dev_servers())
         first, *others = several.load(**options)
         settings = stack.enter_context(database(first))
-        return process.main(settings, arguments.modules, others)
+        return process.main(settings, arguments.modules, others, arguments.metrics)
 
 
 def worker_calls() -> list[str]:

@@ -156,7 +156,8 @@ class Link:
 
     Dialling and each call are bounded by `within` seconds. After a loss, calls are refused until a
     pause is over, which grows from `first` to `cap` seconds: no caller can make it spin. Of a
-    series of losses it logs the first and the end.
+    series of losses it logs the first and the end. `answered_at`: when a call was answered last;
+    `losses`: how often the database was lost.
     """
 
     def __init__(
@@ -168,11 +169,18 @@ class Link:
         self._turn = asyncio.Lock()
         self._lost_at: float | None = None
         self._pause, self._open_at = 0.0, 0.0
+        self.answered_at, self.losses = 0.0, 0
 
     @property
     def delay(self) -> float:
         """Seconds until another try makes sense, after Weather."""
         return (self._pause + 0.02) * random.uniform(1, 1.2)
+
+    @property
+    def lost_for(self) -> float:
+        """Seconds since the database was lost; zero while it is not."""
+        lost_at = self._lost_at
+        return 0.0 if lost_at is None else time.monotonic() - lost_at
 
     async def call(
         self,
@@ -198,6 +206,7 @@ class Link:
                 away = time.monotonic() - self._lost_at
                 log.info("%s: the database is back after %.1f s", self._name, away)
             self._lost_at, self._pause = None, 0.0
+            self.answered_at = time.monotonic()
             return answer
 
     def _weather(self, exc: Exception) -> Weather:
@@ -210,6 +219,7 @@ class Link:
         self._drop()
         if self._lost_at is None:
             self._lost_at = time.monotonic()
+            self.losses += 1
             log.warning("%s: the database does not answer: %s", self._name, text)
         self._open_at = time.monotonic() + self._pause * random.uniform(0.5, 1)
         return Weather(text)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
 
-from taskboard import db
+from taskboard import db, trace
 from taskboard.connections import Call, Connection, Weather, borrow
 from taskboard.job import Effect, Held, Job, LeaseLost, storable
 from taskboard.leases import Lease, News, now
@@ -32,6 +32,16 @@ class Context:
         self._lease, self._worker = lease, worker
         self._begun: set[str] = set()
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+
+    @property
+    def traceparent(self) -> str | None:
+        """The trace that whoever enqueued the job was in, if its headers carry one."""
+        return self.trace_context.get("traceparent")
+
+    @property
+    def trace_context(self) -> dict[str, str]:
+        """The headers of the W3C's trace context, to be extracted from or passed on."""
+        return trace.context(self.job.headers)
 
     async def begin_effect(
         self, step: str = "main", *, key_valid_for: timedelta | None = None
@@ -100,7 +110,7 @@ class Context:
                     if complete:
                         # No renewal from here on: it would find the job gone, and call it lost.
                         # When the handler returns, the completion is repeated; that is safe.
-                        self._worker.forget(self._lease)
+                        self._worker.renewer.forget(self._lease)
                         await db.complete(conn, *self._lease.owner, storable(result)[0])
             except psycopg.Error as exc:
                 if exc.sqlstate != db.LEASE_LOST:

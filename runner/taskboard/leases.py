@@ -79,10 +79,10 @@ class Renewer(threading.Thread):
     def __init__(self, dial: Dial, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(name="taskboard-renewer", daemon=True)
         self._dial, self._loop = dial, loop
-        self._held: dict[UUID, Lease] = {}
+        self.leases: dict[UUID, Lease] = {}
         self._guard = threading.Lock()
         self._poke: Callable[[], object] = lambda: None
-        self._stopped = False
+        self._stopped, self.turned_at = False, now()
 
     # Called from the runner's loop.
 
@@ -90,17 +90,17 @@ class Renewer(threading.Thread):
         """Look after these leases from now on."""
         with self._guard:
             for lease in leases:
-                if (old := self._held.get(lease.owner[0])) is not None:
+                if (old := self.leases.get(lease.owner[0])) is not None:
                     self._tell(old, News.LOST)  # we took the job from ourselves
-                self._held[lease.owner[0]] = lease
+                self.leases[lease.owner[0]] = lease
                 if min(lease.renew_at, lease.stop_at) < now() + 1:  # else it is looked at in time
                     self._poke()
 
     def forget(self, lease: Lease) -> None:
         """The job has ended, or its lease is given up."""
         with self._guard:
-            if self._held.get(lease.owner[0]) is lease:
-                del self._held[lease.owner[0]]
+            if self.leases.get(lease.owner[0]) is lease:
+                del self.leases[lease.owner[0]]
 
     def stop(self) -> None:
         self._stopped = True
@@ -129,6 +129,7 @@ class Renewer(threading.Thread):
         try:
             while not self._stopped:
                 poked.clear()
+                self.turned_at = now()
                 held = self._watch()
                 due = [lease for lease in held if lease.renew_at <= now() + lease.length / 12]
                 if any(lease.renew_at <= now() for lease in due):
@@ -146,7 +147,7 @@ class Renewer(threading.Thread):
     def _watch(self) -> list[Lease]:
         """Tell what time has brought; answer the leases that are to be renewed."""
         with self._guard:
-            held = list(self._held.values())
+            held = list(self.leases.values())
         for lease in held:
             if now() >= lease.deadline:
                 self._tell(lease, News.LOST)

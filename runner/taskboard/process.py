@@ -22,23 +22,30 @@ from taskboard.worker import BROKEN, STUCK, Worker
 # Which database a line of the log is about, where there are several.
 DATABASE = ContextVar("DATABASE", default="")
 
+Watch = Callable[[Worker], object]
 
-def main(settings: Settings, modules: Sequence[str] = (), others: Sequence[Settings] = ()) -> int:
+
+def main(
+    settings: Settings, modules: Sequence[str] = (), others: Sequence[Settings] = (),
+    metrics: str | None = None,
+) -> int:  # fmt: skip
     """Run a worker process with the handlers that are configured; return its exit code.
 
     `others` are the settings for further databases, each with a worker and a pool of its own.
+    `metrics`: where to serve figures and health, PORT or HOST:PORT.
 
     When handlers do not end, the process is left within a second of the return. Raises
     SettingsError.
     """
     log_to_stderr(settings.log_json)
     found, off = find_handlers(settings, modules)
-    runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)
-    try:
-        code = runner.run(run(settings, found, off, others))
-    except SettingsError:
-        runner.close()
-        raise
+    with watching(metrics) as watch:
+        runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)
+        try:
+            code = runner.run(run(settings, found, off, others, watch))
+        except SettingsError:
+            runner.close()
+            raise
     if code != STUCK:
         runner.close()
     else:  # closing would wait for the tasks, and the interpreter for the threads
@@ -48,13 +55,26 @@ def main(settings: Settings, modules: Sequence[str] = (), others: Sequence[Setti
     return code
 
 
+@contextmanager
+def watching(metrics: str | None) -> Iterator[Watch]:
+    """Let workers be seen from outside, where that was asked for."""
+    if metrics is None:
+        yield lambda worker: None
+        return
+    from taskboard.health import serving
+
+    with serving(metrics) as health:
+        yield health.watch
+
+
 async def run(
     settings: Settings, handlers: Mapping[str, Handler], off: Mapping[str, str] | None = None,
-    others: Sequence[Settings] = (),
+    others: Sequence[Settings] = (), watch: Watch = lambda worker: None,
 ) -> int:  # fmt: skip
     """Run jobs until a signal, or until nothing is left; return the exit code.
 
     `handlers` maps kinds to handlers; `off` maps kinds that are not configured to the reason.
+    `watch` is told of each worker.
     Raises SettingsError when the database cannot be used as configured.
     """
     off = dict(off or {})
@@ -70,6 +90,8 @@ async def run(
         name_of(one, at) if others else "": Worker(one, handlers)
         for at, one in enumerate((settings, *others), 1)
     }
+    for worker in workers.values():
+        watch(worker)
     try:
         return await _work(workers, off)
     finally:

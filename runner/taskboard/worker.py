@@ -42,7 +42,7 @@ class Worker:
     """The state of one runner; lives in its event loop, but for what the renewer's thread has."""
 
     def __init__(self, settings: Settings, handlers: Mapping[str, Handler]) -> None:
-        self._settings, self._handlers = settings, handlers
+        self.settings, self._handlers = settings, handlers
         self._plain = {kind for kind, handler in handlers.items() if not is_async(handler)}
         self._scope = list(settings.queues) or None, sorted(handlers)
         self._loop = asyncio.get_running_loop()
@@ -51,24 +51,21 @@ class Worker:
         dial = partial(connect, url, name)
         self.control = Link("control", dial, within=ANSWERS_WITHIN, cap=5)
         self.pool = handler_pool(url, name, settings.pool - 2)
-        self._renewer = Renewer(dial, self._loop)
-        self.forget = self._renewer.forget
+        self.renewer = Renewer(dial, self._loop)
         self._settler = Settler(self.control, self._leave)
         dial_directly = partial(connect, settings.listen_url or url, name)
-        self._wake = Wake(dial_directly, self._scope[0], self._stirred.set)
+        self.wake = Wake(dial_directly, self._scope[0], self._stirred.set)
         self.threads = ThreadPoolExecutor(settings.slots, "taskboard-handler")
-        self._running: dict[Attempt, None] = {}
+        self.running: dict[Attempt, None] = {}
         self._side: set[asyncio.Task[Any]] = set()
-        self._stopping = asyncio.Event()
+        self.stopping = asyncio.Event()
         self.code = FINE
+        self.well_at = 0.0  # when a claim was answered last, or there was no room for one
 
     async def run(self, off: Mapping[str, str]) -> int:
-        """Work until stopped; return the exit code. `off`: kinds without a handler, and why.
-
-        Raises SettingsError when the database cannot be used as configured.
-        """
-        stop_asked = self.spawn(self._stopping.wait())
-        introduced = self.spawn(introduce(self.control, self._settings, self._handlers, off))
+        """Work until stopped; return the exit code. `off`: as in process.run. Raises SettingsError."""
+        stop_asked = self.spawn(self.stopping.wait())
+        introduced = self.spawn(introduce(self.control, self.settings, self._handlers, off))
         try:
             await asyncio.wait({stop_asked, introduced}, return_when=asyncio.FIRST_COMPLETED)
             if introduced.done():
@@ -79,7 +76,7 @@ class Worker:
         return self.code
 
     async def _work(self, stop_asked: asyncio.Task[Any]) -> None:
-        self._renewer.start()
+        self.renewer.start()
         await self.pool.open()
         maintain = partial(borrow, self.pool, db.maintain, wait=10, within=MAINTAIN_EVERY)
         endless = [
@@ -87,8 +84,8 @@ class Worker:
             schedules.run(self.control),
             keep_on("maintain", self.control, maintain, MAINTAIN_EVERY),
         ]
-        if self._settings.listen:
-            endless.append(self._wake.run())
+        if self.settings.listen:
+            endless.append(self.wake.run())
         claiming = self.spawn(self._claim())
         monitored = {claiming, *(self.spawn(coroutine) for coroutine in endless)}
         try:
@@ -98,7 +95,7 @@ class Worker:
                 if task.done() and (exc := task.exception()):
                     log.error("unexpected end of %s", task.get_coro(), exc_info=exc)
                     self.code = BROKEN
-            await self._drain(claiming, self._settings.grace)
+            await self._drain(claiming, self.settings.grace)
         except asyncio.CancelledError:
             self.stop()
             await self._drain(claiming, 0)
@@ -106,7 +103,7 @@ class Worker:
 
     def stop(self) -> None:
         """Claim no more, give the handlers their time, and end."""
-        self._stopping.set()
+        self.stopping.set()
         self._stirred.set()
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -119,39 +116,41 @@ class Worker:
     # Claiming.
 
     async def _claim(self) -> None:
-        settings, missed = self._settings, 0
-        while not self._stopping.is_set():
+        settings, missed = self.settings, 0
+        while not self.stopping.is_set():
             self._stirred.clear()
             # The next batch is claimed while the last is settled, which must keep up with that.
-            free = settings.slots - len(self._running)
+            free = settings.slots - len(self.running)
             free -= max(0, len(self._settler.waiting) - settings.slots)
             if free <= 0:
-                if len(self._running) - len(self._alive()) >= settings.slots:
+                if len(self.running) - len(self._alive()) >= settings.slots:
                     log.error("all %d slots hold handlers that do not end", settings.slots)
                     return self.stop()
+                self.well_at = now()
                 await self._rest(1)
                 continue
-            if not self._renewer.is_alive():
+            if not self.renewer.is_alive():
                 raise RuntimeError("the renewer's thread is gone")
             sent_at, due_in = now(), None
             try:
                 asked = *self._scope, free, settings.lease, settings.worker
                 claimed = await self.control.call(db.claim, *asked)
+                self.well_at = now()
                 if not claimed:
                     due_in = await self.control.call(db.next_claimable_in, *self._scope)
             except Weather:
                 await self._rest(self.control.delay)
                 continue
-            self._wake.sleeping(len(claimed) < free)
+            self.wake.sleeping(len(claimed) < free)
             if claimed:
                 self._start(claimed, sent_at)
                 missed = 0
                 continue
             ready = due_in is not None and due_in <= 0  # just being taken, or out of reach
-            if settings.until_empty and not (ready or self._running or self._settler.waiting):
+            if settings.until_empty and not (ready or self.running or self._settler.waiting):
                 return self.stop()
             missed = missed + 1 if ready else 0
-            poll = settings.poll or (POLL_LISTENING if self._wake.works else POLL)
+            poll = settings.poll or (POLL_LISTENING if self.wake.works else POLL)
             if ready or due_in is None:
                 due_in = 0.02 * 2 ** min(missed, 9) if ready else poll
             await self._rest(min(due_in + 0.002, poll * random.uniform(0.9, 1.1)))
@@ -162,36 +161,35 @@ class Worker:
             lease = Lease((job.id, token), job.lease, job.timeout, sent_at)
             handler, threaded = self._handlers[job.kind], job.kind in self._plain
             begun.append(attempt := Attempt(job, handler, lease, threaded))
-            lease.tell = attempt.interrupt
-        self._renewer.hold(attempt.lease for attempt in begun)
-        still_here = {attempt.job.id for attempt in self._running}
+        self.renewer.hold(attempt.lease for attempt in begun)
+        still_here = {attempt.job.id for attempt in self.running}
         for attempt in begun:
-            if self._stopping.is_set():
+            if self.stopping.is_set():
                 self._settler.add(attempt, Ending("release"))
             elif attempt.job.id in still_here:  # the handler of an earlier attempt does not end
                 later = Ending("release", "it still runs here", after=attempt.job.lease)
                 self._settler.add(attempt, later)
             else:
                 attempt.task = self._loop.create_task(attempt.run(self))
-                self._running[attempt] = None
+                self.running[attempt] = None
                 attempt.task.add_done_callback(partial(self._end, attempt))
 
     def _end(self, attempt: Attempt, task: object) -> None:
-        del self._running[attempt]
+        del self.running[attempt]
         self._settler.add(attempt, attempt.conclude())
         self._stirred.set()
 
     def _leave(self, attempt: Attempt) -> None:
-        self._renewer.forget(attempt.lease)
+        self.renewer.forget(attempt.lease)
         self._stirred.set()
 
     # Stopping.
 
     async def _drain(self, claiming: asyncio.Task[None], grace: float) -> None:
-        if self._running:
-            log.info("stopping: %d running, %g s to end", len(self._running), grace)
+        if self.running:
+            log.info("stopping: %d running, %g s to end", len(self.running), grace)
         await self._until(lambda: not self._alive(), grace)
-        for attempt in list(self._running):
+        for attempt in list(self.running):
             attempt.interrupt(STOPPING)
         await self._until(lambda: not self._alive(), attempts.ENDS_WITHIN)
         # A thread cannot be cancelled; giving its job back would have it done twice at once.
@@ -199,18 +197,17 @@ class Worker:
             log.info("stopping: waiting for handlers in threads")
             await self._until(lambda: not any(a.threaded for a in self._alive()), math.inf)
         await asyncio.wait([claiming])  # what a claim under way returns is given back
-        unsettled = self._settler.waiting
-        await self._until(lambda: not unsettled, SETTLES_WITHIN)
-        if unsettled:
-            log.warning("stopping: %d jobs not settled, their leases lapse", len(unsettled))
-        if self._running:
-            log.error("stopping: %d handlers do not end", len(self._running))
+        await self._until(lambda: not self._settler.waiting, SETTLES_WITHIN)
+        if left := len(self._settler.waiting):
+            log.warning("stopping: %d jobs not settled, their leases lapse", left)
+        if self.running:
+            log.error("stopping: %d handlers do not end", len(self.running))
             self.code = STUCK
-        elif self._settler.failed and self._settings.until_empty and self.code == FINE:
+        elif self._settler.failed and self.settings.until_empty and self.code == FINE:
             self.code = JOBS_FAILED
 
     def _alive(self) -> list[Attempt]:
-        return [attempt for attempt in self._running if not attempt.hung]
+        return [attempt for attempt in self.running if not attempt.hung]
 
     async def _until(self, done: Callable[[], bool], seconds: float) -> None:
         ends_at = self._loop.time() + seconds
@@ -224,7 +221,7 @@ class Worker:
                 await self._stirred.wait()
 
     async def _close_all(self) -> None:
-        self._renewer.stop()
+        self.renewer.stop()
         self.control.close()
         for task in self._side:
             task.cancel()

@@ -32,7 +32,8 @@ class Function:
 
 # By its name, else by its type: what makes a call an ordinary one.
 USUAL: Final = {
-    "kind": "'k'", "queue": "'default'", "payload": "'{}'", "payloads": "array['1']::jsonb[]",
+    "kind": "'k'", "key": "'k'", "queue": "'default'", "payload": "'{}'",
+    "payloads": "array['1']::jsonb[]",
     "priority": "5", "max_jobs": "1", "job_id": "'{job_id}'", "lease_token": "'{token}'",
     "job_ids": "array['{job_id}']::uuid[]", "lease_tokens": "array['{token}']::uuid[]",
     "step": "'main'", "happened": "true", "permanent": "false", "force": "false",

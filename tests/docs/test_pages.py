@@ -18,10 +18,9 @@ RUN = {
     "psql": {"README.md", "sql/TUTORIAL.md"},
     "sh": {"README.md"},
     "console": {"runner/OPERATIONS.md"},
-    "python": {"README.md", "runner/README.md"},
+    "python": {"README.md", "runner/README.md", "runner/BOARD.md"},
     "sql": {"README.md", "sql/SECURITY.md", "sql/shards/README.md"},
     "mermaid": {"sql/README.md"},
-    "ini": {"runner/OPERATIONS.md"},  # an example of somebody else's program
     "": {"README.md", "runner/README.md", "sql/shards/README.md"},  # drawings
 }
 

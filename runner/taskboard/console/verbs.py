@@ -90,6 +90,12 @@ def count(text: str) -> int:
     return int(text)
 
 
+def port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError("give a port from 0 to 65535")
+    return int(text)
+
+
 def flag(*flags: str, **options: Any) -> Argument:
     return argument(*flags, action="store_true", default=None, **options)
 
@@ -290,6 +296,25 @@ VERBS = (
         (argument("setting", metavar="NAME", help="a wrong one lists them all"),
          argument("value", metavar="VALUE", help="its new value")),
         one=True, done="configured",
+    ),
+    Verb(
+        "board", "serve a web page over all this, for reading or for operators",
+        "taskboard board --operator", OBSERVER,
+        arguments=(
+            argument("--bind", default="127.0.0.1", metavar="ADDRESS",
+                     help="where to listen (127.0.0.1); elsewhere say who may come in"),
+            argument("--port", type=port, default=8080, metavar="N", help="0: any free one (8080)"),
+            argument("--operator", action="store_true",
+                     help="with forms to retry, cancel, resolve …, and documents"),
+            argument("--login", action="store_true",
+                     help="people log in with the token in TASKBOARD_BOARD_TOKEN"),
+            argument("--trusted-header", dest="trusted_header", metavar="NAME",
+                     help="a proxy has logged people in, and names them in this header"),
+            argument("--trusted-proxy", dest="trusted_proxy", action="append", metavar="ADDRESS",
+                     help="… from this address or network (repeatable)"),
+            argument("--host", action="append", metavar="NAME",
+                     help="a name by which browsers reach the board (repeatable)")),
+        module="board",
     ),
     Verb(
         "doctor", "look for what is wrong or risky, as a runner would see it",
