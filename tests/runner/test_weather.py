@@ -249,10 +249,11 @@ def test_a_machine_that_slept_past_the_lease_wakes_up_to_find_it_lost(
 ) -> None:
     # While a machine sleeps, CLOCK_BOOTTIME runs on and CLOCK_MONOTONIC, the loop's, does not.
     assert leases.CLOCK == time.CLOCK_BOOTTIME
-    slept, real, ended = 0.0, time.clock_gettime, list[str]()
+    slept, real, begun, ended = 0.0, time.clock_gettime, asyncio.Event(), list[str]()
     monkeypatch.setattr(time, "clock_gettime", lambda clock: real(clock) + slept)
 
     async def handler(ctx: Context) -> None:
+        begun.set()
         try:
             await asyncio.sleep(60)
         finally:
@@ -264,7 +265,7 @@ def test_a_machine_that_slept_past_the_lease_wakes_up_to_find_it_lost(
         nonlocal slept
         async with running(dsn, {"k": handler}, listen=False):
             job = enqueue(db, "k", lease="60s")
-            await until(lambda: state(db, job)["state"] == "running")
+            await begun.wait()
             deadline = state(db, job)["claimable_at"]
             slept = 61.0
             await until(lambda: ended, within=3)
