@@ -31,16 +31,18 @@ const server = require("stripe-stateful-mock").createExpressApp().listen(0, "127
 
 @pytest.fixture(scope="module")
 def mock() -> Iterator[httpx.Client]:
-    """A client of the server, as anybody might use it, with nothing of the handler's."""
-    asked = subprocess.run(["npm", "root", "--global"], check=True, capture_output=True, text=True)
-    where = os.environ | {"NODE_PATH": asked.stdout.strip(), "LOG_LEVEL": "silent"}
+    """A client of the server, as anybody might use it, with nothing of the handler's.
+
+    The package is where Node looks for it: in NODE_PATH.
+    """
+    quiet = os.environ | {"LOG_LEVEL": "silent"}
     with subprocess.Popen(
-        ["node", "-e", SERVER], stdout=subprocess.PIPE, text=True, env=where
+        ["node", "-e", SERVER], stdout=subprocess.PIPE, text=True, env=quiet
     ) as process:
         assert process.stdout is not None
         try:
             port = process.stdout.readline().strip()
-            assert port, "npm install --global stripe-stateful-mock@0.0.16"
+            assert port, "NODE_PATH names no folder with stripe-stateful-mock"
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", auth=(SECRET, "")) as client:
                 yield client
         finally:

@@ -45,10 +45,10 @@ from taskboard.migrate import migrate
 THERE = ("mail taken", "charge asked", "charge made")
 RUNNERS = 3
 LIVE = 24  # jobs at a time
-LIVES_FOR = 2.0  # seconds; then a runner that did not come to its point is asked to stop
+LIVES_FOR = 6.0  # seconds; then a runner that did not come to its point is asked to stop
 LEASE = 0.5
 LATE = 8.0  # seconds at most, until what was asked for is performed
-PATIENCE = 60.0  # seconds in which every job must end, once nobody is killed any more
+PATIENCE = 120.0  # seconds in which every job must end, once nobody is killed any more
 
 HOLD_IGNORED = Mutant(
     "hold ignored",
@@ -250,8 +250,13 @@ class Trial:
             finally:
                 self.calm.set()
                 self.over.set()
-                for thread in threads:
-                    thread.join()
+                asked: set[int] = set()  # once each: a second signal ends a runner at once
+                while any(thread.is_alive() for thread in threads):
+                    for slot in self.slots:
+                        if slot.pid not in asked:
+                            asked.add(slot.pid)
+                            self._terminate(slot)
+                    time.sleep(0.05)
             if not self.wrong:
                 self._judge(db, over=True)
         return self.wrong
@@ -321,9 +326,9 @@ class Trial:
                 plan = self._plan(slot, draw)
                 print(json.dumps(plan), file=zygote.stdin, flush=True)
                 slot.pid = int(zygote.stdout.readline())
-                lives_for = 3.0 if self.calm.is_set() else LIVES_FOR
-                ended = threading.Timer(lives_for, self._terminate, [slot])
-                ended.start()
+                ended = threading.Timer(LIVES_FOR, self._terminate, [slot])
+                if plan["point"]:  # else it lives until all is over
+                    ended.start()
                 code = int(zygote.stdout.readline())
                 ended.cancel()
                 slot.pid = 0
@@ -352,7 +357,7 @@ class Trial:
         if self.broken:
             point, nth = NOTICED[self.broken], draw.choice((1, 2, 3))
         if self.calm.is_set():
-            point = "none"
+            point = ""
         slot.point, slot.left = point, nth
         return {
             "point": point, "nth": nth, "broken": self.broken,
