@@ -30,9 +30,9 @@ from taskboard import leases, schedules, settle, wake, worker
 from taskboard.handlers import LeaseLost
 from taskboard.migrate import migrate
 
-LASTS = 3.0  # seconds of bad weather
+LASTS = 2.0  # seconds of bad weather
 # Bounds for them. Tries are 0.1 to 5 s apart, and one may hang for 10 s.
-MOST_SECONDS_OF_CPU, MOST_LINES = 0.9, 20
+MOST_SECONDS_OF_CPU, MOST_LINES = 0.7, 20
 RECOVERS_WITHIN = 17.0
 
 wide = pytest.mark.wide
@@ -70,11 +70,6 @@ class Sky:
         match what:
             case "server stopped":
                 self.server.stop()
-            case "server killed":
-                self.server.crash()
-            case "connections refused":
-                self.proxy.refusing = True
-                self.proxy.cut()
             case "no answers":
                 self.proxy.delay = 3600.0
             case "read only":
@@ -107,7 +102,7 @@ class Sky:
                 self.held.enter_context(session(dsn, "crowd", options=""))
 
     def go(self, what: str) -> None:
-        self.proxy.refusing, self.proxy.delay = False, 0.0
+        self.proxy.delay = 0.0
         self.held.close()
         if self.disk is not None:
             (self.disk / "filler").unlink(missing_ok=True)
@@ -153,8 +148,7 @@ def sky(
         *(
             pytest.param(what, marks=wide)
             for what in (
-                "server killed", "connections refused", "no answers", "read only",
-                "no connections left", "disk full",
+                "no answers", "read only", "no connections left", "disk full",
             )
         ),
     ],
@@ -163,7 +157,7 @@ def test_what_is_known_stays_and_nothing_spins_and_all_goes_on_without_a_restart
     what: str, sky: Sky, tmp_path: Path
 ) -> None:
     with sky.administer() as db:
-        job = enqueue(db, "nap", {"seconds": 2}, lease="60s")
+        job = enqueue(db, "nap", {"seconds": 1}, lease="60s")
     with process(sky.proxy.dsn, tmp_path, "poll=1") as runner:
         wait_for(lambda: runner.words() == ["1 began"])
         sky.come(what)
@@ -172,7 +166,7 @@ def test_what_is_known_stays_and_nothing_spins_and_all_goes_on_without_a_restart
         assert cpu(runner.popen.pid) - before < MOST_SECONDS_OF_CPU
         assert len(log(runner)) - lines < MOST_LINES
         # Its handler has ended; the outcome is kept until somebody takes it.
-        assert runner.words() == ["1 began", "1 ended"]
+        wait_for(lambda: runner.words() == ["1 began", "1 ended"])
         sky.go(what)
         began = time.monotonic()
         with sky.administer() as db:
@@ -191,7 +185,7 @@ def log(runner: Process) -> list[str]:
 
 
 @wide
-@pytest.mark.parametrize("what", ["server stopped", "no answers"])
+@pytest.mark.parametrize("what", ["no answers"])
 def test_a_signal_during_an_outage_is_obeyed_within_a_bound(
     what: str, sky: Sky, tmp_path: Path
 ) -> None:
