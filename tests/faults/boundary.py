@@ -45,7 +45,6 @@ from taskboard.migrate import migrate
 THERE = ("mail taken", "charge asked", "charge made")
 RUNNERS = 3
 LIVE = 24  # jobs at a time
-LIVES_FOR = 6.0  # seconds; then a runner that did not come to its point is asked to stop
 LEASE = 0.5
 LATE = 8.0  # seconds at most, until what was asked for is performed
 PATIENCE = 120.0  # seconds in which every job must end, once nobody is killed any more
@@ -215,6 +214,7 @@ class Trial:
     crashes: int
     seconds: float
     broken: str = ""
+    lives_for: float = 6.0  # seconds; then a runner that is not at its point is asked to stop
     log: Path = Path(os.devnull)
     world: World = field(default_factory=World)
     slots: list[Slot] = field(init=False)
@@ -326,7 +326,7 @@ class Trial:
                 plan = self._plan(slot, draw)
                 print(json.dumps(plan), file=zygote.stdin, flush=True)
                 slot.pid = int(zygote.stdout.readline())
-                ended = threading.Timer(LIVES_FOR, self._terminate, [slot])
+                ended = threading.Timer(self.lives_for, self._terminate, [slot])
                 if plan["point"]:  # else it lives until all is over
                     ended.start()
                 code = int(zygote.stdout.readline())
@@ -401,13 +401,15 @@ class Trial:
         )
 
 
-def trial(dsn: str, broken: str, seed: int, crashes: int, seconds: float, log: Path) -> Trial:
+def trial(
+    dsn: str, broken: str, seed: int, crashes: int, seconds: float, log: Path, lives_for: float = 6
+) -> Trial:
     """Run one, with a broken variant, if one is named, on a database with Taskboard."""
     if broken in BROKEN:
         with session(dsn) as db, db.transaction():
             db.execute("set local search_path = pg_catalog, pg_temp")
             db.execute(BROKEN[broken].text().encode())
-    one = Trial(dsn, seed, crashes, seconds, broken, log)
+    one = Trial(dsn, seed, crashes, seconds, broken, lives_for, log)
     one.run()
     return one
 
