@@ -64,6 +64,13 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
         server.close()
 
 
+@pytest.fixture(scope="session")
+def programs(request: pytest.FixtureRequest) -> str:
+    """What `--postgres` says, if it names programs; else `auto`."""
+    choice: str = request.config.getoption("--postgres")
+    return "auto" if choice == "docker" or is_dsn(request.config) else choice
+
+
 @pytest.fixture
 def server_factory(request: pytest.FixtureRequest) -> Iterator[Callable[..., Server]]:
     """Start further servers, `server_factory(wal_level="logical", …)`; durable as by default."""

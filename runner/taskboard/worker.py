@@ -63,7 +63,7 @@ class Worker:
         self.well_at = 0.0  # when a claim was answered last, or there was no room for one
 
     async def run(self, off: Mapping[str, str]) -> int:
-        """Work until stopped; return the exit code. `off`: as in process.run. Raises SettingsError."""
+        """Work until stopped; return the exit code, or raise SettingsError. `off`: see process."""
         stop_asked = self.spawn(self.stopping.wait())
         introduced = self.spawn(introduce(self.control, self.settings, self._handlers, off))
         try:

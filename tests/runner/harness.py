@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -172,6 +173,33 @@ async def deaf(ctx: Context) -> None:
 async def die(ctx: Context) -> None:
     evidence(ctx, "died")
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+@handler("leave")
+async def leave(ctx: Context) -> None:
+    evidence(ctx, "leaves")
+    os._exit(7)
+
+
+@handler("steps")
+async def steps(ctx: Context) -> None:
+    """Have payload.first effects, one after the other; later attempts payload.again."""
+    for n in range(ctx.job.payload["first" if ctx.job.attempt == 1 else "again"]):
+        await ctx.begin_effect(f"step/{n}")
+        evidence(ctx, "effect")
+        await ctx.end_effect(f"step/{n}")
+        await asyncio.sleep(0.05)
+
+
+@handler("hoard")
+async def hoard(ctx: Context) -> None:
+    """Take all the memory that there is, which is 300 MB more than now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])  # noqa: ASYNC240
+    most = pages * resource.getpagesize() + 300 * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+    hoard = []
+    while True:
+        hoard.append(bytes(2**20))
 
 
 if __name__ == "__main__":

@@ -38,11 +38,12 @@ class TcpProxy:
     def __init__(self, dsn: str) -> None:
         self._to = conninfo_to_dict(dsn)
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-        port = self._listener.getsockname()[1]
-        self.dsn = make_conninfo(dsn, host="127.0.0.1", port=port)
+        self.port = self._listener.getsockname()[1]
+        self.dsn = make_conninfo(dsn, host="127.0.0.1", port=self.port)
         self.delay = 0.0  # seconds, on every piece from the server
         self.refusing = False  # new connections are closed at once
         self.lose_reply_to = b""  # a request with these bytes is served, its reply is not
+        self.refuse_then = False  # … and from then on new connections are
         self.replies_lost = 0
         self.accepted: list[float] = []  # when, on time.monotonic
         self._links: list[Link] = []
@@ -111,6 +112,7 @@ class TcpProxy:
                 if from_server:
                     if asked.is_set():
                         self.replies_lost += 1
+                        self.refusing |= self.refuse_then
                         break
                     time.sleep(self.delay)
                 elif self.lose_reply_to and self.lose_reply_to in data:
