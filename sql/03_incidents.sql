@@ -5,10 +5,15 @@ returns void
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
 as $$
 declare
   v_now timestamptz := clock_timestamp();
   v_cap integer;
+  v_queue text := note_incident.queue;
+  v_kind text := note_incident.kind;
 begin
   select s.incidents_per_minute into v_cap from taskboard.settings as s;
   -- The cap looks at the cap-th newest row: one short index scan, however many there are.
@@ -20,15 +25,28 @@ begin
   then
     return;
   end if;
+  if v_queue is null and note_incident.job_id is not null then
+    select l.queue, l.kind into v_queue, v_kind
+    from taskboard.jobs as j
+    join taskboard.lanes as l on l.id = j.lane_id
+    where j.id = note_incident.job_id;
+    if not found then
+      select h.queue, h.kind into v_queue, v_kind
+      from taskboard.history as h
+      where h.id = note_incident.job_id
+      limit 1;
+    end if;
+  end if;
   insert into taskboard.incidents (happened_at, what, job_id, queue, kind, worker, by_role, detail)
   values (
-    v_now, note_incident.what, note_incident.job_id, note_incident.queue, note_incident.kind,
-    note_incident.worker, taskboard.caller(), left(note_incident.detail, 1000));
+    v_now, note_incident.what, note_incident.job_id, v_queue, v_kind, note_incident.worker,
+    taskboard.caller(), left(note_incident.detail, 1000));
 end
 $$;
 
 comment on function taskboard.note_incident(text, uuid, text, text, text, text) is
 $$Append one row of evidence, unless the last minute is full (internal).
+queue and kind: those of the job, where they are not given.
 At most settings.incidents_per_minute rows a minute, so that nobody fills the disk with refusals.$$;
 
 create or replace function taskboard.caller()

@@ -272,6 +272,30 @@ def test_a_refused_write_is_recorded_with_its_reason(db: Db, verb: str) -> None:
     assert incident["by_role"] == db.info.user
 
 
+def test_whatever_is_recorded_of_a_job_names_its_queue_and_kind(db: Db) -> None:
+    first = leased(db, kind="post", queue="side", on_unknown="hold")
+    call(db, "begin_effect", **own(first))
+    expire(db, first["job_id"])
+    second = claim_one(db)
+    call(db, "complete", **own(first))
+    call(db, "begin_effect", **own(second))
+    call(db, "end_effect", **own(first))
+    third = claim_one(db)
+    call(db, "begin_effect", step="other", **own(third))
+    call(db, "release", **own(third))
+    call(db, "begin_effect", step="other", **own(claim_one(db)))
+    call(db, "resolve", job_id=first["job_id"], step="other", happened=True)
+    done = claim_one(db)
+    call(db, "complete", **own(done))
+    call(db, "renew", **own(done))
+    seen = query(db, "select what, queue, kind from taskboard.incident_list where job_id = "
+                 f"'{first['job_id']}'")  # fmt: skip
+    assert {row["what"] for row in seen} == {
+        "lease_lapsed", "write_refused", "job_held", "evidence_arrived", "job_resolved",
+    }  # fmt: skip
+    assert {(row["queue"], row["kind"]) for row in seen} == {("side", "post")}
+
+
 def test_the_happy_path_writes_no_incident(db: Db) -> None:
     job = leased(db, unique_key="u", serial_key="s")
     call(db, "renew", **own(job))
