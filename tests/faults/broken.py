@@ -84,8 +84,8 @@ WINDOWS: Final = {
          f"    {SLEEP} delete from taskboard.serial_keys as s where s.key = hand_over.key;"),
     ),
     "evidence and a hold at the same time": (
-        ("    perform taskboard.hold(begin_effect.job_id",
-         f"    {SLEEP} perform taskboard.hold(begin_effect.job_id"),
+        ("  if v_state = 'unknown' and (v_job.on_unknown",
+         f"  {SLEEP} if v_state = 'unknown' and (v_job.on_unknown"),
     ),
     "cancel looks, then acts": (
         ("  if v_state is null then\n", f"  if v_state is null then {SLEEP}\n"),
