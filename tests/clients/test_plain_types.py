@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 # What every driver can send as a text, and get as one.
 PLAIN = {
     "uuid", "text", "integer", "bigint", "boolean", "jsonb", "timestamp with time zone", "interval",
-    "uuid[]", "text[]", "jsonb[]", "void",
+    "uuid[]", "text[]", "jsonb[]", "interval[]", "boolean[]", "void",
 }  # fmt: skip
 
 PUBLIC = """
