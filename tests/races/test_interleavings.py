@@ -189,7 +189,6 @@ def test_every_order_keeps_the_promises(
             ("look at the token, then complete by id", "expire, claim, complete"),
             ("renew reads the clock before the lock", "renew, lock, expire, claim"),
             ("completion not repeatable", "expire, claim, complete"),
-            ("evidence and a hold at the same time", "evidence, hold, commit"),
         )),
     ],
 )  # fmt: skip
