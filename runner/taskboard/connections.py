@@ -9,8 +9,8 @@ import random
 import re
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from uuid import UUID
@@ -274,11 +274,36 @@ def as_it_is(value: T) -> T:
     return value
 
 
+@asynccontextmanager
+async def lent(pool: Pool, wait: float | None = None) -> AsyncIterator[Connection]:
+    """Borrow a pooled connection for the block; wait for it so many seconds.
+
+    Not pool.connection(): the pool loses a connection that it gives to a waiter who is just being
+    cancelled. So nobody who waits in it is cancelled, and what comes too late is given back.
+    """
+    asked = asyncio.ensure_future(pool.getconn(wait))
+    try:
+        conn = await asyncio.shield(asked)
+    except asyncio.CancelledError:
+        asked.add_done_callback(partial(_give_back, pool))
+        raise
+    try:
+        async with conn:
+            yield conn
+    finally:
+        await asyncio.shield(pool.putconn(conn))
+
+
+def _give_back(pool: Pool, asked: asyncio.Future[Connection]) -> None:
+    if not asked.cancelled() and asked.exception() is None:
+        asyncio.ensure_future(pool.putconn(asked.result()))  # noqa: RUF006, it does not wait
+
+
 async def borrow(
     pool: Pool, call: Call[T], *arguments: Any, wait: float, within: float
 ) -> T:
     """Make a call on a pooled connection; wait for it, and then for the answer, so many seconds."""
-    async with pool.connection(timeout=wait) as conn:
+    async with lent(pool, wait) as conn:
         with bounded(conn, within):
             return await call(conn, *arguments)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import psycopg
 
 from taskboard import db, trace
-from taskboard.connections import Call, Connection, Weather, borrow
+from taskboard.connections import Call, Connection, Weather, borrow, lent
 from taskboard.job import Effect, Held, Job, LeaseLost, storable
 from taskboard.leases import Lease, News, now
 
@@ -88,7 +88,7 @@ class Context:
     async def connection(self) -> AsyncIterator[Connection]:
         """Borrow a pooled connection in autocommit mode."""
         self.check()
-        async with self._worker.pool.connection() as conn:
+        async with lent(self._worker.pool) as conn:
             self.check()  # waiting for it may have taken long
             yield conn
 

@@ -313,6 +313,7 @@ def test_handlers_cancelled_while_they_get_a_connection_leave_the_pool_whole(
     async def handler(ctx: Context) -> None:
         for n in range(60):
             await asyncio.gather(*(borrow(ctx, (n + k) % 9 / 2000) for k in range(8)))
+        await borrow(ctx, 20)
 
     async def scenario() -> None:
         async with running(dsn, {"k": handler}, pool=4, listen=False) as runner:
@@ -328,7 +329,7 @@ def test_handlers_cancelled_while_they_get_a_connection_leave_the_pool_whole(
             assert stats["pool_size"] <= 2 and stats.get("requests_waiting", 0) == 0
 
     asyncio.run(scenario())
-    assert used
+    assert used >= 2
 
 
 @wide
@@ -377,7 +378,7 @@ def test_an_unexpected_error_in_any_part_ends_the_runner_and_says_so(
     async def scenario() -> int:
         async with running(dsn, {"k": noop}) as runner:
             enqueue(db, "k")
-            await until(runner._stopping.is_set)
+            await until(runner.stopping.is_set)
         return runner.code
 
     monkeypatch.setattr(owner, name, broken)
