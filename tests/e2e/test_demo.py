@@ -101,6 +101,8 @@ def demo(*arguments: str, on_terminal: bool = False, **environment: str) -> Iter
         [sys.executable, "-m", "taskboard", "demo", *arguments],
         stdin=subprocess.PIPE, stdout=writer, stderr=subprocess.STDOUT, text=True,
         env=os.environ | PYTHON | {"TMPDIR": str(place), "MARK": mark} | environment,
+        # These tests may run in the background of a shell, which ignores it there.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     os.close(writer)
     assert process.stdin is not None
