@@ -316,7 +316,7 @@ async def test_claim_loop_dead_heartbeat_alive(
                 it.worker.wake.link.call = broken  # type: ignore[method-assign]
                 it.worker.wake.sleeping(False)
             elif part == "housekeeping":
-                it.worker.pool.connection = broken  # type: ignore[method-assign]
+                it.worker.pool.getconn = broken  # type: ignore[method-assign]
             else:
                 it.worker.renewer._watch = broken  # type: ignore[method-assign]
             if part == "renewer":
