@@ -5,13 +5,15 @@ from __future__ import annotations
 import base64
 import os
 import shutil
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from board.conftest import board, login  # noqa: F401  (fixtures)
+from board.conftest import board  # noqa: F401  (fixtures)
 
 if TYPE_CHECKING:  # it is installed where these tests are run, and need not be where they are not
     from selenium import webdriver
@@ -69,6 +71,18 @@ class Browser:
     def text(self) -> str:
         found: str = self.driver.find_element(CSS, "body").text
         return found
+
+    def shows(self, words: str) -> bool:
+        """Whether the page says so, once a click has led to it."""
+        from selenium.common.exceptions import StaleElementReferenceException
+
+        ends_at = time.monotonic() + 10
+        while time.monotonic() < ends_at:
+            with suppress(StaleElementReferenceException):  # of the page that was left
+                if words in self.text:
+                    return True
+            time.sleep(0.02)
+        return False
 
     def find(self, css: str) -> WebElement:
         return self.driver.find_element(CSS, css)

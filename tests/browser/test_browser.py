@@ -80,14 +80,14 @@ def test_a_person_resolves_held_mails_and_retries_a_failed_one_and_the_runner_do
     browser.find("#token").send_keys(TOKEN)
     browser.picture("login")
     browser.click("Come in")
-    assert "Held jobs" in browser.text
+    assert browser.shows("Held jobs")
 
     browser.picture("held")
     form = browser.find(f'article[aria-labelledby="job-{arrived}"] form')
     form.find_element("css selector", "input[value=yes]").click()
     form.find_element("css selector", "input[name=reason]").send_keys("it is in the server's log")
     form.find_element("css selector", "button").click()
-    assert "The question is answered" in browser.text and state(db, arrived) == "ready"
+    assert browser.shows("The question is answered") and state(db, arrived) == "ready"
     browser.picture("held-answered")
 
     # The other one with the keyboard alone.
@@ -95,21 +95,21 @@ def test_a_person_resolves_held_mails_and_retries_a_failed_one_and_the_runner_do
     browser.picture("job-held")
     browser.tab_to("input[value=yes]")
     browser.keys(DOWN, TAB, "the log has no such id", ENTER)
-    assert "The question is answered" in browser.text and state(db, lost) == "ready"
-    assert "Ann: the log has no such id" in browser.text
+    assert browser.shows("The question is answered") and state(db, lost) == "ready"
+    assert browser.shows("Ann: the log has no such id")
 
     browser.go("/jobs?state=failed")
     browser.picture("jobs-failed")
     browser.driver.find_element("partial link text", failed[-10:]).click()
-    assert "550 no such mailbox" in browser.text
+    assert browser.shows("550 no such mailbox")
     browser.picture("job-failed")
     browser.find("#reason-retry").send_keys("the mailbox is there now")
     browser.click("Retry")
-    assert "waits again" in browser.text and state(db, failed) == "ready"
+    assert browser.shows("waits again") and state(db, failed) == "ready"
 
     assert send_all(dsn) == ["failed", "lost"], "the one that had arrived is not sent again"
     browser.go(f"/jobs/{arrived}")
-    assert "Completed" in browser.text and "by Ann" not in browser.text
+    assert browser.shows("Completed") and "by Ann" not in browser.text
     browser.picture("job-completed")
     details = [row[0] for row in rows(db, "select detail from taskboard.incident_list")]
     assert "send happened: t; Ann: it is in the server's log" in details
@@ -127,7 +127,7 @@ def test_an_observer_sees_the_same_and_is_refused(
         assert "550 no such mailbox" not in browser.driver.page_source
         assert not browser.driver.find_elements("css selector", "form[method=post]"), path
     browser.go(f"/jobs/{held}")
-    assert "This board is read-only: an operator answers." in browser.text
+    assert browser.shows("This board is read-only: an operator answers.")
     browser.picture("observer-job-held")
     # Not even by a form that the page does not have.
     browser.driver.execute_script(
@@ -135,7 +135,7 @@ def test_an_observer_sees_the_same_and_is_refused(
         "f.innerHTML = `<input name=job_id value=${arguments[0]}>`;"
         "document.body.append(f); f.submit();", failed,
     )  # fmt: skip
-    assert "That did not work" in browser.text and state(db, failed) == "failed"
+    assert browser.shows("That did not work") and state(db, failed) == "failed"
     browser.complaints()  # it reports the answer 403, as it should
 
 
