@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from support import CARELESS, Connection, Databases, Server, make_server, session
 from taskboard.migrate import migrate
@@ -144,3 +145,23 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Callable[..., Connection
             return stack.enter_context(session(dsn, name, **options))
 
         yield open_session
+
+
+@pytest.fixture
+def login(request: pytest.FixtureRequest, dsn: str, db: Connection) -> Iterator[Callable[..., str]]:
+    """Make a login, member of the roles named; the answer is its DSN."""
+    made: list[str] = []
+
+    def make(*roles: str) -> str:
+        name = f"{request.path.parent.name}_{os.getpid()}_{len(made)}"
+        made.append(name)
+        db.execute(f"create role {name} login password 'secret'")
+        for role in roles:
+            db.execute(f"grant {role} to {name}")
+        return make_conninfo(dsn, user=name, password="secret")
+
+    yield make
+    with session(dsn) as conn:
+        for name in made:
+            conn.execute(f"drop owned by {name}")
+            conn.execute(f"drop role {name}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import socket
 import threading
@@ -15,9 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
-from psycopg.conninfo import make_conninfo
 
-from support import Connection, session, wait_for
+from support import wait_for
 from taskboard.console.board.access import Access
 from taskboard.console.board.app import make_app
 from taskboard.console.board.queries import Database
@@ -84,26 +82,6 @@ def board(request: pytest.FixtureRequest) -> Iterator[Open]:
             return Site(address, access, client)
 
         yield open_site
-
-
-@pytest.fixture
-def login(dsn: str, db: Connection) -> Iterator[Callable[..., str]]:
-    """Make a login, member of the roles named; the answer is its DSN."""
-    made: list[str] = []
-
-    def make(*roles: str) -> str:
-        name = f"board_{os.getpid()}_{len(made)}"
-        made.append(name)
-        db.execute(f"create role {name} login password 'secret'")
-        for role in roles:
-            db.execute(f"grant {role} to {name}")
-        return make_conninfo(dsn, user=name, password="secret")
-
-    yield make
-    with session(dsn) as conn:
-        for name in made:
-            conn.execute(f"drop owned by {name}")
-            conn.execute(f"drop role {name}")
 
 
 def words(page: httpx.Response) -> str:

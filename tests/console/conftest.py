@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from psycopg.conninfo import make_conninfo
 
 from support import Connection, Databases, expire, rows, session
 from taskboard.cli import main
@@ -114,23 +112,3 @@ def console(
         return Said(code, said.out, said.err)
 
     return run
-
-
-@pytest.fixture
-def login(dsn: str, db: Connection) -> Iterator[Callable[..., str]]:
-    """Make a login, member of the roles named; the answer is its DSN."""
-    made: list[str] = []
-
-    def make(*roles: str) -> str:
-        name = f"console_{os.getpid()}_{len(made)}"
-        made.append(name)
-        db.execute(f"create role {name} login password 'secret'")
-        for role in roles:
-            db.execute(f"grant {role} to {name}")
-        return make_conninfo(dsn, user=name, password="secret")
-
-    yield make
-    with session(dsn) as conn:
-        for name in made:
-            conn.execute(f"drop owned by {name}")
-            conn.execute(f"drop role {name}")
