@@ -141,10 +141,12 @@ begin
     left join lateral (
       select j.claimable_at, j.place
       from taskboard.jobs as j
-      where v_raise and j.lane_id = o.id and (j.claimable_at, j.place) >= (
-        case when o.anew then '-infinity' else to_timestamp(o.floor) end, o.place)
+      -- No further than now: where deadlines were, there are dead entries for a lease ahead.
+      where v_raise and j.lane_id = o.id and j.claimable_at < now()
+        and (j.claimable_at, j.place) >= (
+          case when o.anew then '-infinity' else to_timestamp(o.floor) end, o.place)
       order by j.lane_id, j.claimable_at, j.place
-      limit 1) as f on f.claimable_at < now()
+      limit 1) as f on true
   ), risen as (
     select l.*, case when l.adopt then l.candidate else l.floor end as next,
       case when l.adopt then l.candidate_place else l.place end as next_place,
