@@ -160,16 +160,19 @@ begin
     v_now := case when pg_current_xact_id() is not null then clock_timestamp() end;
     insert into taskboard.jobs as j (id, lane_id, claimable_at, run_at, created_at, payload)
     select
-      taskboard.new_job_id(taskboard.job_id_head(v_now), gen_random_uuid(), 0, s.shard_id),
+      taskboard.new_job_id(taskboard.job_id_head(v_now), l.seed, 0, s.shard_id),
       l.id, v_now, v_now, v_now, enqueue.payload
-    from taskboard.lanes as l
-    cross join taskboard.settings as s
-    where l.queue = enqueue.queue and l.kind = enqueue.kind and l.priority = enqueue.priority
-      and not l.returning
-      and taskboard.document_bytes(enqueue.payload) <= s.payload_bytes
-      and (not s.queue_rights or taskboard.may_use(l.queue))
-    order by l.id
-    limit 1
+    from taskboard.settings as s
+    cross join lateral (
+      -- A limit or a volatile function out there would hand the whole row on by a node more.
+      select f.id, gen_random_uuid() as seed
+      from taskboard.lanes as f
+      where f.queue = enqueue.queue and f.kind = enqueue.kind and f.priority = enqueue.priority
+        and not f.returning
+      order by f.id
+      limit 1) as l
+    where taskboard.document_bytes(enqueue.payload) <= s.payload_bytes
+      and (not s.queue_rights or taskboard.may_use(enqueue.queue))
     returning j.id, true into v_row;
     exit when found;
     -- Either the payload is too large, or this is the first job of its lane.

@@ -23,6 +23,7 @@ declare
   v_key bigint := hashtextextended(format('%s/%s', claim.queues, claim.kinds), 0);
   v_half bigint := greatest(claim.max_jobs / 2, 1);
   v_plan text[];
+  v_stale boolean; -- the plan, which has served its time
   v_set record;
   v_first boolean := pg_current_xact_id_if_assigned() is null;
   v_picked tid[];
@@ -44,9 +45,11 @@ begin
   -- What this session planned a moment ago for the same lanes will do again. See 26_floor.sql.
   v_plan := string_to_array(current_setting('taskboard.plan_' || (v_key & 7)::text, true), '/');
   if v_set.is_fine and not v_set.special and v_plan[1] = v_key::text
-    and date_part('epoch', v_now) - v_plan[2]::float8 between 0 and v_plan[13]::float8
+    and date_part('epoch', v_now) - v_plan[2]::float8 between 0 and 30 * sign(v_plan[13]::float8)
   then
-    select array_agg(picked.ctid), bool_or(picked.marked) into v_picked, v_marked
+    select array_agg(picked.ctid), bool_or(picked.marked),
+      date_part('epoch', v_now) - v_plan[2]::float8 > v_plan[13]::float8
+    into v_picked, v_marked, v_stale
     from (
       select due.ctid, due.marked
       from (
@@ -66,9 +69,16 @@ begin
         for update skip locked) as due
       limit claim.max_jobs) as picked;
   end if;
-  if v_picked is null or cardinality(v_picked) < claim.max_jobs then
-    perform taskboard.check_claim(
-      claim.queues, claim.kinds, claim.max_jobs, claim.lease, v_worker);
+  if v_stale and v_picked is not null then
+    -- Whoever has just been woken is not to wait for a new plan, even if this one may lack a lane
+    -- that is new: the next claim makes it.
+    perform set_config('taskboard.plan_' || (v_key & 7)::text,
+      array_to_string(v_plan[:12] || '-1'::text, '/'), false);
+  elsif v_picked is null or cardinality(v_picked) < claim.max_jobs then
+    if not v_set.is_fine or v_plan[1] is distinct from v_key::text then
+      perform taskboard.check_claim(
+        claim.queues, claim.kinds, claim.max_jobs, claim.lease, v_worker);
+    end if;
     v_picked := taskboard.pick_jobs(
       claim.queues, claim.kinds, claim.max_jobs, v_key, v_first, v_picked);
     v_marked := true;
@@ -117,9 +127,9 @@ $$Lease up to max_jobs jobs; each row carries a new random lease_token.
 queues, kinds: null means all; a kind that is not named is never claimed and never scanned.
 lease: 0.1 s to 24 h; by default the job's, else the queue's, else settings.lease. timeout: longest
 run of this attempt; after it renewals are refused. worker: by default application_name.
-Zero rows: nothing is ready that nobody else is just taking. Raises attempt by one; a lapsed lease
-that is taken over counts as lost. Jobs that lost their lease too often are ended on the way.
-Locks the rows for update, never waits for one. Needs read committed (0A000).
+Zero rows: nothing is ready that nobody else is just taking; fewer than max_jobs need not be all
+that is ready. Raises attempt by one; a lapsed lease that is taken over counts as lost. Jobs that
+lost their lease too often are ended on the way. Passes over rows that others have locked. Needs read committed (0A000).
 Errors: 22004, 22023. Role: taskboard_worker.$$;
 
 create or replace function taskboard.check_claim(

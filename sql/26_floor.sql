@@ -17,7 +17,8 @@
 --   7, 8 among how many lanes the half is divided, and what rounds it up
 --   9 when each floor was last begun anew
 --   10, 11, 12 candidates: date, transaction id (0 for none) and place
---   13 for how many seconds claims do with it: 20 ms; of many lanes ten times what it took
+--   13 for how many seconds claims do with it: 20 ms; of many lanes ten times what it took. After
+--      that it serves one claim more, which leaves -1 here: the next one makes a new plan
 
 create or replace function taskboard.read_plan(key bigint, at timestamptz)
 returns text[]

@@ -22,7 +22,6 @@ declare
   v_half bigint;
   v_more tid[];
   v_picked tid[] := coalesce(pick_jobs.picked, '{}');
-  v_ended bigint;
   v_now timestamptz;
 begin
   select s.max_lost_leases, s.queue_rights or s.queue_limits or s.paused_at is not null as special
@@ -53,8 +52,7 @@ begin
     end if;
     for v_pass in 1..100 loop
       exit when v_left <= 0;
-      -- Should lanes overlap, a second pass fills the batch: from then on without a bound.
-      v_half := case when v_pass = 1 then greatest(v_left / 2, 1) else v_left end;
+      v_half := greatest(v_left / 2, 1);
       v_plan := case when v_look and v_pass = 1 and not v_set.special then v_known
         else taskboard.plan_scan(v_from, pick_jobs.kinds, v_known) end;
       v_now := clock_timestamp();
@@ -81,8 +79,7 @@ begin
       v_left := v_left - cardinality(v_more);
       exit when v_left = 0;
       -- Exhausted jobs are passed over above and ended here; that may hand a turn on.
-      v_ended := taskboard.sweep_exhausted(v_plan, v_now, 100);
-      exit when v_pass > 1 and v_ended = 0;
+      exit when taskboard.sweep_exhausted(v_plan, v_now, 100) = 0;
     end loop;
   end loop;
   if v_look and v_left = 0 then

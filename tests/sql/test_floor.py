@@ -757,6 +757,22 @@ def test_a_lane_that_appears_is_found_by_the_next_claim_that_has_room(
     assert ids(claim(worker)) == [other]
 
 
+@rows_only
+def test_a_claim_that_a_job_awaits_makes_no_plan_and_the_one_after_it_does(
+    db: Db, worker: Db
+) -> None:
+    """A worker that was woken is not to wait while its session looks at floors and new lanes."""
+    call(db, "complete_many", **pairs(*poll(worker, 1, max_jobs=10)))
+    (name,) = hints(worker)
+    made = hints(worker)[name][1]
+    first, other = enqueue(db), enqueue(db, "another kind", priority=0)
+    time.sleep(GAP)
+    assert ids(claim(worker, max_jobs=10)) == [first]
+    assert hints(worker)[name][1] == made
+    assert ids(claim(worker, max_jobs=10)) == [other]
+    assert hints(worker)[name][1] != made
+
+
 # What the floor is for.
 
 
