@@ -165,7 +165,7 @@ class Health(Collector):
         for part in PARTS:
             up.add_metric([part], all(not one.faults()[part] for one in self.watched))
         slots.add_metric([], sum(worker.settings.slots for worker in workers))
-        used.add_metric([], sum(len(worker.running) for worker in workers))
+        used.add_metric([], sum(len(worker.slots.running) for worker in workers))
         quiet.add_metric([], max((now() - worker.well_at for worker in workers), default=0))
         for part, losses in (
             (CLAIMS, [worker.control.losses for worker in workers]),

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from datetime import timedelta
 from enum import StrEnum
 from uuid import UUID
 
@@ -21,6 +20,7 @@ import psycopg
 
 from taskboard import db
 from taskboard.connections import Dial, Link, Weather, array
+from taskboard.job import Job
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +49,9 @@ class Lease:
 
     __slots__ = "deadline length owner renew_at stop_at tell told".split()  # noqa: SIM905
 
-    def __init__(
-        self, owner: tuple[UUID, UUID], lease: timedelta, timeout: timedelta, sent_at: float
-    ) -> None:
-        self.owner, self.length = owner, lease.total_seconds()
-        self.stop_at = sent_at + timeout.total_seconds()
+    def __init__(self, token: UUID, job: Job, sent_at: float) -> None:
+        self.owner, self.length = (job.id, token), job.lease.total_seconds()
+        self.stop_at = sent_at + job.timeout.total_seconds()
         self.tell: Callable[[News], None] = lambda news: None
         self.told: set[News] = set()
         self.grant(sent_at)

@@ -10,11 +10,11 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from uuid import UUID
 
 from taskboard import attempts, db, schedules
@@ -26,10 +26,10 @@ from taskboard.leases import Lease, Renewer, now
 from taskboard.preflight import introduce
 from taskboard.settings import Settings
 from taskboard.settle import Settler
+from taskboard.slots import Slots
 from taskboard.wake import Wake
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 FINE, BROKEN, JOBS_FAILED, STUCK = 0, 1, 3, 4  # exit codes; 2 is a usage error
 POLL, POLL_LISTENING = 1.0, 5.0  # seconds
@@ -56,10 +56,9 @@ class Worker:
         dial_directly = partial(connect, settings.listen_url or url, name)
         self.wake = Wake(dial_directly, self._scope[0], self._stirred.set)
         self.threads = ThreadPoolExecutor(settings.slots, "taskboard-handler")
-        self.running: dict[Attempt, None] = {}
+        self.slots = Slots(settings.slots)
         self._side: set[asyncio.Task[Any]] = set()
-        self.stopping = asyncio.Event()
-        self.code = FINE
+        self.stopping, self.code = asyncio.Event(), FINE
         self.well_at = 0.0  # when a claim was answered last, or there was no room for one
 
     async def run(self, off: Mapping[str, str]) -> int:
@@ -104,9 +103,10 @@ class Worker:
     def stop(self) -> None:
         """Claim no more, give the handlers their time, and end."""
         self.stopping.set()
+        self._fill()
         self._stirred.set()
 
-    def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Start a task that is ended with the runner at the latest."""
         task = self._loop.create_task(coroutine)
         self._side.add(task)
@@ -119,11 +119,11 @@ class Worker:
         settings, missed = self.settings, 0
         while not self.stopping.is_set():
             self._stirred.clear()
-            # The next batch is claimed while the last is settled, which must keep up with that.
-            free = settings.slots - len(self.running)
-            free -= max(0, len(self._settler.waiting) - settings.slots)
+            self._give_back(self.slots.drop())
+            # The next batch is claimed while the last one runs and the one before it is settled.
+            free = self.slots.free(len(self._settler.waiting))
             if free <= 0:
-                if len(self.running) - len(self._alive()) >= settings.slots:
+                if len(self.slots.running) == settings.slots and not self.slots.alive:
                     log.error("all %d slots hold handlers that do not end", settings.slots)
                     return self.stop()
                 self.well_at = now()
@@ -147,7 +147,7 @@ class Worker:
                 missed = 0
                 continue
             ready = due_in is not None and due_in <= 0  # just being taken, or out of reach
-            if settings.until_empty and not (ready or self.running or self._settler.waiting):
+            if settings.until_empty and not (ready or self.slots.running or self._settler.waiting):
                 return self.stop()
             missed = missed + 1 if ready else 0
             poll = settings.poll or (POLL_LISTENING if self.wake.works else POLL)
@@ -156,27 +156,34 @@ class Worker:
             await self._rest(min(due_in + 0.002, poll * random.uniform(0.9, 1.1)))
 
     def _start(self, claimed: Sequence[tuple[UUID, Job]], sent_at: float) -> None:
-        begun: list[Attempt] = []
+        begun = []
         for token, job in claimed:
-            lease = Lease((job.id, token), job.lease, job.timeout, sent_at)
-            handler, threaded = self._handlers[job.kind], job.kind in self._plain
-            begun.append(attempt := Attempt(job, handler, lease, threaded))
+            lease, handler = Lease(token, job, sent_at), self._handlers[job.kind]
+            begun.append(Attempt(job, handler, lease, threaded=job.kind in self._plain))
         self.renewer.hold(attempt.lease for attempt in begun)
-        still_here = {attempt.job.id for attempt in self.running}
+        still_here = self.slots.job_ids()
+        self.slots.next.extend(each for each in begun if each.job.id not in still_here)
         for attempt in begun:
-            if self.stopping.is_set():
-                self._settler.add(attempt, Ending("release"))
-            elif attempt.job.id in still_here:  # the handler of an earlier attempt does not end
+            if attempt.job.id in still_here:  # the handler of an earlier attempt does not end
                 later = Ending("release", "it still runs here", after=attempt.job.lease)
                 self._settler.add(attempt, later)
-            else:
-                attempt.task = self._loop.create_task(attempt.run(self))
-                self.running[attempt] = None
-                attempt.task.add_done_callback(partial(self._end, attempt))
+        self._fill()
+
+    def _fill(self) -> None:
+        if self.stopping.is_set():
+            return self._give_back(self.slots.drop(0))
+        for attempt in self.slots.fill():
+            attempt.task = self._loop.create_task(attempt.run(self))
+            attempt.task.add_done_callback(partial(self._end, attempt))
+
+    def _give_back(self, attempts: Iterable[Attempt]) -> None:
+        for attempt in attempts:
+            self._settler.add(attempt, Ending("release"))
 
     def _end(self, attempt: Attempt, task: object) -> None:
-        del self.running[attempt]
+        self.slots.end(attempt)
         self._settler.add(attempt, attempt.conclude())
+        self._fill()
         self._stirred.set()
 
     def _leave(self, attempt: Attempt) -> None:
@@ -186,28 +193,25 @@ class Worker:
     # Stopping.
 
     async def _drain(self, claiming: asyncio.Task[None], grace: float) -> None:
-        if self.running:
-            log.info("stopping: %d running, %g s to end", len(self.running), grace)
-        await self._until(lambda: not self._alive(), grace)
-        for attempt in list(self.running):
+        if self.slots.running:
+            log.info("stopping: %d running, %g s to end", len(self.slots.running), grace)
+        await self._until(lambda: not self.slots.alive, grace)
+        for attempt in list(self.slots.running):
             attempt.interrupt(STOPPING)
-        await self._until(lambda: not self._alive(), attempts.ENDS_WITHIN)
+        await self._until(lambda: not self.slots.alive, attempts.ENDS_WITHIN)
         # A thread cannot be cancelled; giving its job back would have it done twice at once.
-        if any(attempt.threaded for attempt in self._alive()):
+        if any(attempt.threaded for attempt in self.slots.alive):
             log.info("stopping: waiting for handlers in threads")
-            await self._until(lambda: not any(a.threaded for a in self._alive()), math.inf)
+            await self._until(lambda: not any(a.threaded for a in self.slots.alive), math.inf)
         await asyncio.wait([claiming])  # what a claim under way returns is given back
         await self._until(lambda: not self._settler.waiting, SETTLES_WITHIN)
         if left := len(self._settler.waiting):
             log.warning("stopping: %d jobs not settled, their leases lapse", left)
-        if self.running:
-            log.error("stopping: %d handlers do not end", len(self.running))
+        if stuck := len(self.slots.running):
+            log.error("stopping: %d handlers do not end", stuck)
             self.code = STUCK
         elif self._settler.failed and self.settings.until_empty and self.code == FINE:
             self.code = JOBS_FAILED
-
-    def _alive(self) -> list[Attempt]:
-        return [attempt for attempt in self.running if not attempt.hung]
 
     async def _until(self, done: Callable[[], bool], seconds: float) -> None:
         ends_at = self._loop.time() + seconds

@@ -155,7 +155,7 @@ async def test_a_runner_that_works_is_green_and_red_before_it_has_begun_and_whil
         assert await it.get("/healthz") == (200, "ok\n")
         assert (await it.get("/elsewhere"))[0] == 404
         enqueue(db, "wait")
-        await until(lambda: it.worker.running)
+        await until(lambda: it.worker.slots.running)
         it.worker.stop()
         assert "claims: stopping" in await it.until("/readyz", 503)
         held.set()

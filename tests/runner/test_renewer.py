@@ -176,7 +176,7 @@ def test_without_renewals_the_handler_is_cancelled_at_the_local_deadline(
                 proxy.refusing = True
                 proxy.freeze()
                 frozen = time.monotonic()
-                [attempt] = runner.running
+                [attempt] = runner.slots.running
                 deadline = time.time() + attempt.lease.deadline - now()
                 await until(lambda: ended)
                 assert 0.5 < ended[0] - frozen < 1.2

@@ -413,7 +413,7 @@ def test_a_lease_lost_while_waiting_for_a_connection_gives_none(dsn: str, db: Co
             async with runner.pool.connection():
                 gate.set()
                 await asyncio.sleep(0.1)
-                for attempt in runner.running:
+                for attempt in runner.slots.running:
                     attempt.lease.told.add(News.LOST)  # and the cancel is still to come
             await until(lambda: refused)
 

@@ -1,0 +1,62 @@
+"""What a runner has claimed: jobs that run, and those that are next when one of them ends.
+
+While jobs are short, most of a second goes by in asking for more of them. So as many are claimed
+ahead as have begun soon, at the pace of late; what then waits for longer is given back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from uuid import UUID
+
+from taskboard.attempts import Attempt
+from taskboard.leases import now
+
+AHEAD = 0.02  # seconds that a job should wait for a slot; a fifth of the shortest lease
+AHEAD_JOBS = 100  # at most
+WAITS_WITHIN = 1.0  # seconds, then others may have it
+SLOW = 60.0  # seconds that jobs are taken to last while nothing is known; none is claimed ahead
+
+
+class Slots:
+    """Room for so many running jobs, and for a few that are next."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.running: dict[Attempt, None] = {}
+        self.next: deque[Attempt] = deque()
+        self._pace = SLOW  # seconds that a job took, on average; recent ones count most
+
+    def free(self, unsettled: int) -> int:
+        """How many more to claim, while so many that have ended are not settled."""
+        room = self.size + min(int(self.size * AHEAD / self._pace), AHEAD_JOBS)
+        return room - len(self.running) - len(self.next) - max(0, unsettled - room)
+
+    @property
+    def alive(self) -> list[Attempt]:
+        """Those that run, without those whose handlers do not end."""
+        return [attempt for attempt in self.running if not attempt.hung]
+
+    def job_ids(self) -> set[UUID]:
+        """The jobs that are here."""
+        return {attempt.job.id for attempt in (*self.running, *self.next)}
+
+    def fill(self) -> Iterator[Attempt]:
+        """Take what is next into the slots that are free."""
+        while self.next and len(self.running) < self.size:
+            attempt = self.next.popleft()
+            self.running[attempt] = None
+            attempt.started_at = now()
+            yield attempt
+
+    def end(self, attempt: Attempt) -> None:
+        """Free the slot of a job."""
+        del self.running[attempt]
+        self._pace += (max(now() - attempt.started_at, 1e-5) - self._pace) / 8
+
+    def drop(self, waited: float = WAITS_WITHIN) -> Iterator[Attempt]:
+        """Give up those that have waited for a slot for so many seconds."""
+        while self.next and now() - self.next[0].started_at >= waited:
+            self._pace = SLOW
+            yield self.next.popleft()

@@ -1,0 +1,148 @@
+"""Claiming ahead: only while jobs are short, never more at once, and given back in time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import psycopg
+import pytest
+from harness import Context, enqueue, running, state, until
+
+from taskboard import slots
+from taskboard.slots import AHEAD_JOBS, Slots
+
+Connection = psycopg.Connection[Any]
+SHORT = 120  # jobs after which a runner with two slots takes them to be short
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take jobs to be short also where the machine is slow."""
+    monkeypatch.setattr(slots, "AHEAD", 2.0)
+
+
+def leased(db: Connection) -> int:
+    """How many jobs hold a lease."""
+    ((found,),) = db.execute(
+        "select count(*) from taskboard.jobs where lease_token is not null"
+    ).fetchall()
+    return int(found)
+
+
+class Gate:
+    """A handler: short jobs end at once, the others when the gate opens."""
+
+    def __init__(self) -> None:
+        self.opened = asyncio.Event()
+        self.at_once = self.most = self.short = 0
+        self.began: list[Any] = []
+
+    async def __call__(self, ctx: Context) -> None:
+        self.at_once += 1
+        self.most = max(self.most, self.at_once)
+        self.began.append(ctx.job.id)
+        try:
+            if ctx.job.payload == "long":
+                await self.opened.wait()
+            else:
+                self.short += 1
+                await asyncio.sleep(0)
+        finally:
+            self.at_once -= 1
+
+
+async def gated(db: Connection, gate: Gate) -> None:
+    """Let the runner learn that jobs are short, and then find long ones with many behind them."""
+    await until(lambda: gate.short == SHORT)
+    db.execute(
+        "select taskboard.enqueue_many('k',"
+        " array_fill('\"long\"'::jsonb, array[2]) || array_fill('{}'::jsonb, array[30]))"
+    )
+    await until(lambda: gate.at_once == 2)
+
+
+@pytest.mark.usefixtures("eager")
+def test_short_jobs_are_claimed_ahead_and_no_more_run_at_once_than_there_are_slots(
+    dsn: str, db: Connection
+) -> None:
+    async def scenario() -> None:
+        gate = Gate()
+        async with running(dsn, {"k": gate}, pool=4):
+            await gated(db, gate)
+            assert leased(db) > 2
+            gate.opened.set()
+            await until(lambda: gate.short == SHORT + 30)
+        assert gate.most == 2
+        assert len(set(gate.began)) == len(gate.began) == SHORT + 32
+
+    jobs = [enqueue(db, "k") for _ in range(SHORT)]
+    asyncio.run(scenario())
+    assert {state(db, job)["state"] for job in jobs} == {"completed"}
+
+
+@pytest.mark.usefixtures("eager")
+def test_what_waits_a_second_for_a_slot_is_given_back_uncharged_and_left_to_others(
+    dsn: str, db: Connection
+) -> None:
+    async def scenario() -> None:
+        gate = Gate()
+        async with running(dsn, {"k": gate}, pool=4):
+            await gated(db, gate)
+            await until(lambda: leased(db) == 2)
+            others = db.execute(
+                "select attempt, failures, lost_leases from taskboard.claim(max_jobs => 100)"
+            ).fetchall()
+            gate.opened.set()
+        assert len(others) == 30
+        assert {row[1:] for row in others} == {(0, 0)}
+        # Given back once, and not taken again while both slots are held.
+        assert {row[0] for row in others} <= {1, 2}
+
+    for _ in range(SHORT):
+        enqueue(db, "k")
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("how", ["stop", "cancel"])
+def test_a_stop_gives_back_at_once_what_waits_for_a_slot(
+    dsn: str, db: Connection, how: str
+) -> None:
+    async def scenario() -> None:
+        gate = Gate()
+        async with running(dsn, {"k": gate}, pool=4) as runner:
+            await gated(db, gate)
+            assert leased(db) > 2
+            if how == "stop":
+                runner.stop()
+                await until(lambda: leased(db) == 2)
+                gate.opened.set()
+        assert gate.short == SHORT
+        assert leased(db) == 0
+
+    for _ in range(SHORT):
+        enqueue(db, "k")
+    asyncio.run(scenario())
+
+
+def test_how_many_are_claimed_ahead_follows_the_pace() -> None:
+    class Job:
+        started_at = 0.0
+
+    def after(*seconds: float) -> Slots:
+        ten, job = Slots(10), Job()
+        for took in seconds:
+            ten.next.append(job)  # type: ignore[arg-type]
+            for begun in ten.fill():
+                begun.started_at -= took
+            ten.end(job)  # type: ignore[arg-type]
+        return ten
+
+    assert Slots(10).free(0) == 10
+    assert after(*[0.001] * 200).free(0) == 10 + AHEAD_JOBS
+    assert after(*[0.01] * 200).free(0) == pytest.approx(10 + 20, abs=1)
+    assert after(*[1.0] * 200).free(0) == 10
+    assert after(*[0.001] * 200, 10.0).free(0) == 10
+    # What has ended and is not settled counts when it is more than all that there is room for.
+    assert Slots(10).free(10) == 10 and Slots(10).free(15) == 5
