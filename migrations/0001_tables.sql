@@ -174,6 +174,17 @@ create table if not exists taskboard.serial_keys (
   autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_scale_factor = 0.05,
   autovacuum_vacuum_cost_delay = 0);
 
+-- A domain and not a constraint of the table: that is prepared anew by every statement that writes
+-- a row, which a completion feels.
+do $$
+begin
+  if to_regtype('taskboard.final_state') is null then
+    create domain taskboard.final_state as text
+      constraint final_state_known check (value in ('completed', 'failed', 'cancelled'));
+  end if;
+end
+$$;
+
 create table if not exists taskboard.history (
   id uuid not null,
   finished_at timestamptz not null,
@@ -190,7 +201,7 @@ create table if not exists taskboard.history (
   lease interval,
   timeout interval,
   unique_until_claim boolean,
-  state text not null,
+  state taskboard.final_state not null,
   queue text not null,
   kind text not null,
   on_unknown text not null,
@@ -201,8 +212,7 @@ create table if not exists taskboard.history (
   headers jsonb,
   payload jsonb,
   result jsonb,
-  constraint history_key primary key (id, finished_at),
-  constraint history_state_final check (state in ('completed', 'failed', 'cancelled'))
+  constraint history_key primary key (id, finished_at)
 ) partition by range (finished_at);
 
 -- Tiny, because rows come in the order of their date: for rates and pages of the newest.

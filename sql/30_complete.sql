@@ -11,39 +11,37 @@ set jit = off
 as $$
 declare
   v_row taskboard.completed;
-  v_set record;
   v_done record;
   v_finished_at timestamptz;
 begin
-  select s.queue_rights, s.payload_bytes into v_set from taskboard.settings as s where s.one_row;
-  if (v_set.queue_rights or complete.job_id is null or complete.lease_token is null)
-    and not taskboard.may_touch(complete.job_id, complete.lease_token)
-  then
-    return;
-  end if;
-  if complete.result is not null then
-    perform taskboard.check_document('result', complete.result, v_set.payload_bytes);
+  if complete.job_id is null or complete.lease_token is null or complete.result is not null then
+    perform taskboard.may_touch(complete.job_id, complete.lease_token);
+    perform taskboard.check_document('result', complete.result, s.payload_bytes)
+    from taskboard.settings as s;
   end if;
 
   with gone as (
     delete from taskboard.jobs as j
-    using taskboard.lanes as l
+    using taskboard.lanes as l, taskboard.settings as s
     -- The fence: only the current token may write. No clock: a late completion that nobody has
     -- overtaken is accepted, because the work is done.
     where j.id = complete.job_id and j.lease_token = complete.lease_token
       and l.id = j.lane_id
+      and (not s.queue_rights or taskboard.may_use(l.queue))
       and (j.serial_key is null or taskboard.take_job_lock(j.serial_key, j.id))
     returning j.id, j.attempt, l.priority, j.failures, j.lost_leases, j.max_attempts,
       j.max_lost_leases, j.lease_token, j.run_at, j.created_at, j.claimed_at, j.lease, j.timeout,
       l.queue, l.kind, j.on_unknown, j.leased_by, j.unique_key, j.serial_key, j.headers, j.payload,
-      l.keeps
+      l.keeps,
+      -- Read here: a volatile function below would hand the whole row on by one plan node more.
+      clock_timestamp() as now
   )
   insert into taskboard.history as h (
     id, finished_at, attempt, priority, failures, lost_leases, max_attempts, max_lost_leases,
     lease_token, run_at, created_at, claimed_at, lease, timeout, state, queue, kind, on_unknown,
     finished_by, unique_key, serial_key, headers, payload, result)
   select
-    g.id, clock_timestamp(), g.attempt, g.priority, g.failures, g.lost_leases, g.max_attempts,
+    g.id, g.now, g.attempt, g.priority, g.failures, g.lost_leases, g.max_attempts,
     g.max_lost_leases, g.lease_token, g.run_at, g.created_at, g.claimed_at, g.lease, g.timeout,
     'completed', g.queue, g.kind, g.on_unknown, g.leased_by, g.unique_key, g.serial_key,
     case when g.keeps then g.headers end, case when g.keeps then g.payload end,
@@ -52,6 +50,9 @@ begin
   returning h.finished_at, h.kind, h.unique_key, h.serial_key into v_done;
 
   if v_done.finished_at is null then
+    if not taskboard.may_touch(complete.job_id, complete.lease_token) then
+      return;
+    end if;
     -- A statement of its own, hence a snapshot of its own: the first call may have committed
     -- while this one waited for the row.
     select h.finished_at into v_finished_at
@@ -102,15 +103,14 @@ set lock_timeout = '5s'
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
 set jit = off
 as $$
 declare
   v_set record;
   v_done record;
   v_tokens uuid[] := complete_many.lease_tokens;
-  v_rows tid[];
-  v_with_result uuid[];
-  v_results jsonb[];
   v_kept uuid[];
   v_kept_tokens uuid[];
   v_finished_at timestamptz[];
@@ -137,8 +137,8 @@ begin
     v_tokens := taskboard.own_tokens(complete_many.job_ids, v_tokens);
   end if;
 
-  -- Serial keys in order, then rows in id order: two batches cannot block each other. Lateral, so
-  -- that each job is found by its id, whatever the planner thinks of the table.
+  -- Serial keys in order, then rows in id order: two batches cannot block each other. Lateral, and
+  -- below no other way to join, so that each job is found by its id, whatever the planner thinks.
   if v_set.serial then
     perform taskboard.take_turn_lock(k.serial_key)
     from (
@@ -151,42 +151,30 @@ begin
         limit 1) as j
       order by j.serial_key) as k;
   end if;
-  select array_agg(k.ctid), array_agg(k.id) filter (where k.result is not null),
-    array_agg(k.result) filter (where k.result is not null)
-  into v_rows, v_with_result, v_results
-  from (
-    select j.ctid, j.id, w.result
-    from (
+  with gone as (
+    delete from taskboard.jobs as j
+    using (
       select w.id, w.token, w.result
       from unnest(complete_many.job_ids, v_tokens, complete_many.results) as w (id, token, result)
-      order by w.id) as w
-    cross join lateral (
-      select j.ctid, j.id
-      from taskboard.jobs as j
-      where j.id = w.id and j.lease_token = w.token
-      for update) as j) as k;
-
-  with gone as (
-    -- Nobody can move the rows that we have locked: the place of each is the quickest way to it.
-    delete from taskboard.jobs as j
-    where j.ctid = any (v_rows)
-    returning j.id, j.lane_id, j.attempt, j.failures, j.lost_leases, j.max_attempts,
+      order by w.id) as w,
+      taskboard.lanes as l
+    where j.id = w.id and j.lease_token = w.token and l.id = j.lane_id
+    returning j.id, j.attempt, l.priority, j.failures, j.lost_leases, j.max_attempts,
       j.max_lost_leases, j.lease_token, j.run_at, j.created_at, j.claimed_at, j.lease, j.timeout,
-      j.on_unknown, j.leased_by, j.unique_key, j.serial_key, j.headers, j.payload
+      l.queue, l.kind, j.on_unknown, j.leased_by, j.unique_key, j.serial_key, j.headers, j.payload,
+      w.result, l.keeps, clock_timestamp() as now
   ), kept as (
     insert into taskboard.history as h (
       id, finished_at, attempt, priority, failures, lost_leases, max_attempts, max_lost_leases,
       lease_token, run_at, created_at, claimed_at, lease, timeout, state, queue, kind, on_unknown,
       finished_by, unique_key, serial_key, headers, payload, result)
     select
-      g.id, clock_timestamp(), g.attempt, l.priority, g.failures, g.lost_leases, g.max_attempts,
+      g.id, g.now, g.attempt, g.priority, g.failures, g.lost_leases, g.max_attempts,
       g.max_lost_leases, g.lease_token, g.run_at, g.created_at, g.claimed_at, g.lease, g.timeout,
-      'completed', l.queue, l.kind, g.on_unknown, g.leased_by, g.unique_key, g.serial_key,
-      case when l.keeps then g.headers end, case when l.keeps then g.payload end,
-      case when l.keeps then w.result end
+      'completed', g.queue, g.kind, g.on_unknown, g.leased_by, g.unique_key, g.serial_key,
+      case when g.keeps then g.headers end, case when g.keeps then g.payload end,
+      case when g.keeps then g.result end
     from gone as g
-    join taskboard.lanes as l on l.id = g.lane_id
-    left join unnest(v_with_result, v_results) as w (id, result) on w.id = g.id
     returning h.id, h.finished_at, h.lease_token, h.unique_key, h.serial_key
   )
   select array_agg(k.id), array_agg(k.finished_at), array_agg(k.lease_token),

@@ -21,7 +21,7 @@ begin
   end if;
   loop
     return query
-    select h.id, h.state, h.result, h.error
+    select h.id, h.state::text, h.result, h.error
     from taskboard.history as h
     where h.id = wait_for.job_id
     order by h.finished_at desc

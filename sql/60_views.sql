@@ -43,7 +43,7 @@ select j.id as job_id,
   j.held_step, j.cancel_requested_at, j.lapsed_by, j.progress
 from taskboard.jobs as j
 union all
-select h.id, h.state, h.queue, h.kind, h.priority::integer, h.attempt, h.failures,
+select h.id, h.state::text, h.queue, h.kind, h.priority::integer, h.attempt, h.failures,
   coalesce(h.max_attempts, (select s.max_attempts from taskboard.settings as s)),
   h.lost_leases,
   coalesce(h.max_lost_leases, (select s.max_lost_leases from taskboard.settings as s)),

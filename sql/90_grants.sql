@@ -8,7 +8,7 @@ set local search_path = pg_catalog, pg_temp;
 -- sequences: lane_ids incidents_id_seq
 -- views: live_jobs
 -- types: enqueued claimed renewed renewed_many completed given_back leased effect_begun
--- types: effect_ended job_state queue_state job_result due_schedule maintained
+-- types: effect_ended job_state queue_state job_result due_schedule maintained final_state
 -- A type, because a column of it would stand in the way of a migration or of dropping a day.
 do $$
 declare
@@ -141,8 +141,9 @@ begin
     union all
     select format('alter type %s owner to taskboard_owner', t.oid::regtype)
     from pg_type as t
-    join pg_class as c on c.oid = t.typrelid and c.relkind = 'c'
-    where t.typnamespace = 'taskboard'::regnamespace and t.typowner <> 'taskboard_owner'::regrole
+    left join pg_class as c on c.oid = t.typrelid
+    where (c.relkind = 'c' or t.typtype = 'd')
+      and t.typnamespace = 'taskboard'::regnamespace and t.typowner <> 'taskboard_owner'::regrole
     union all
     select format('alter table %s owner to taskboard_owner', c.oid::regclass)
     from pg_class as c
