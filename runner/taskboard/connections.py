@@ -55,6 +55,7 @@ class Connection(AsyncConnection[tuple[Any, ...]]):
     """A connection in autocommit mode whose explicit transactions are READ COMMITTED."""
 
     begin = False  # the role's default level is another one: claim in an explicit transaction
+    most = 1000  # jobs in one claim
     doubtful = False  # a commit was said to have succeeded that no standby has confirmed
 
 

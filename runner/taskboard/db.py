@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 from uuid import UUID
 
-from psycopg.errors import FeatureNotSupported
+from psycopg.errors import FeatureNotSupported, InvalidParameterValue
 
 from taskboard.connections import Call, Connection, as_it_is, every, one
 from taskboard.job import Effect, Failed, Job, Renewed
@@ -18,8 +18,7 @@ from taskboard.job import Effect, Failed, Job, Renewed
 LEASE_LOST = "TB001"  # raised by require_lease
 version = one("select taskboard.version()", str)
 _backend_pid = one("select pg_backend_pid() from taskboard.version()", int)
-# True: the sleeper's mark is set as well. False: call again soon.
-listen = one("select taskboard.listen(%s)", bool)
+listen = one("select taskboard.listen(%s)", bool)  # False: no mark yet, call again soon
 unlisten = one("select taskboard.unlisten()", bool)
 # The token, then the job, whose documents stay text: one that is unreadable spoils no other.
 _claim = every(
@@ -34,8 +33,7 @@ renew_many = every(
 )
 require_lease = one("select job_id from taskboard.require_lease(%s, %s)", bool)
 lease_status = one("select taskboard.lease_status(%s, %s)", str)
-# Seconds from now, by the database's clock.
-next_claimable_in: Call[float | None] = one(
+next_claimable_in: Call[float | None] = one(  # seconds from now, by the database's clock
     "select extract(epoch from next_claimable_at - clock_timestamp())::float8"
     " from taskboard.next_claimable_at(%s, %s)",
     as_it_is,
@@ -71,13 +69,20 @@ async def is_pooled(conn: Connection) -> bool:
     return await _backend_pid(conn) != conn.info.backend_pid
 
 
-async def claim(conn: Connection, *arguments: Any) -> list[tuple[UUID, Job]]:
-    """Claim in the way that the role's isolation level asks for."""
+async def claim(
+    conn: Connection, queues: Any, kinds: Any, max_jobs: int, *more: Any
+) -> list[tuple[UUID, Job]]:
+    """Claim in the way that the role's isolation level asks for, and no more than is allowed."""
+    most = min(max_jobs, conn.most)
     try:
         async with conn.transaction() if conn.begin else nullcontext():
-            return await _claim(conn, *arguments)
+            return await _claim(conn, queues, kinds, most, *more)
     except FeatureNotSupported:
         if conn.begin:
             raise
         conn.begin = True
-        return await claim(conn, *arguments)
+    except InvalidParameterValue:
+        if most == 1:
+            raise
+        conn.most = most // 2  # settings.claim_jobs is lower
+    return await claim(conn, queues, kinds, max_jobs, *more)

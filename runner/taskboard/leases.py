@@ -131,7 +131,7 @@ class Renewer(threading.Thread):
                 held = self._watch()
                 due = [lease for lease in held if lease.renew_at <= now() + lease.length / 12]
                 if any(lease.renew_at <= now() for lease in due):
-                    await self._renew(link, due[:1000])
+                    await self._renew(link, due[:100])
                     continue
                 # A second at most: the loop's timer stands still while the machine sleeps.
                 first = (min(o.renew_at, o.deadline, o.stop_at) for o in held)

@@ -65,7 +65,7 @@ class Settings:
 
     @property
     def slots(self) -> int:
-        """How many handlers may run at once, which is also the largest batch of a claim."""
+        """How many handlers may run at once."""
         return self.concurrency or self.pool - 2
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from uuid import UUID
 
@@ -45,6 +45,11 @@ class Settler:
         lease.renew_at = max(lease.renew_at, now() + lease.length / 6)
         self.waiting[attempt] = None
         self._wanted.set()
+
+    def release(self, attempts: Iterable[Attempt]) -> None:
+        """Give back soon what has not begun."""
+        for attempt in attempts:
+            self.add(attempt, Ending("release"))
 
     async def run(self) -> None:
         """Settle for ever."""

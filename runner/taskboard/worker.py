@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -33,8 +33,7 @@ log = logging.getLogger(__name__)
 
 FINE, BROKEN, JOBS_FAILED, STUCK = 0, 1, 3, 4  # exit codes; 2 is a usage error
 POLL, POLL_LISTENING = 1.0, 5.0  # seconds
-SETTLES_WITHIN = 5.0  # what has ended is tried to be settled, at the end
-ANSWERS_WITHIN = 10.0  # a call; longer than the 5 s that functions wait for a lock
+SETTLES_WITHIN, ANSWERS_WITHIN = 5.0, 10.0  # at a stop; a call, which may wait 5 s for a lock
 MAINTAIN_EVERY = 60.0
 
 
@@ -119,7 +118,7 @@ class Worker:
         settings, missed = self.settings, 0
         while not self.stopping.is_set():
             self._stirred.clear()
-            self._give_back(self.slots.drop())
+            self._settler.release(self.slots.drop())
             # The next batch is claimed while the last one runs and the one before it is settled.
             free = self.slots.free(len(self._settler.waiting))
             if free <= 0:
@@ -171,14 +170,10 @@ class Worker:
 
     def _fill(self) -> None:
         if self.stopping.is_set():
-            return self._give_back(self.slots.drop(0))
+            return self._settler.release(self.slots.drop(0))
         for attempt in self.slots.fill():
             attempt.task = self._loop.create_task(attempt.run(self))
             attempt.task.add_done_callback(partial(self._end, attempt))
-
-    def _give_back(self, attempts: Iterable[Attempt]) -> None:
-        for attempt in attempts:
-            self._settler.add(attempt, Ending("release"))
 
     def _end(self, attempt: Attempt, task: object) -> None:
         self.slots.end(attempt)

@@ -7,7 +7,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from harness import Context, enqueue, running, state, until
+from harness import Context, drain, enqueue, running, state, until
 
 from taskboard import slots
 from taskboard.slots import AHEAD_JOBS, Slots
@@ -140,9 +140,20 @@ def test_how_many_are_claimed_ahead_follows_the_pace() -> None:
         return ten
 
     assert Slots(10).free(0) == 10
-    assert after(*[0.001] * 200).free(0) == 10 + AHEAD_JOBS
-    assert after(*[0.01] * 200).free(0) == pytest.approx(10 + 20, abs=1)
-    assert after(*[1.0] * 200).free(0) == 10
+    assert after(*[0.0001] * 200).free(0) == 10 + AHEAD_JOBS
+    assert after(*[0.002] * 200).free(0) == pytest.approx(10 + 100, abs=2)
+    assert after(*[0.019] * 200).free(0) == 10 + 10
+    assert after(*[0.021] * 200).free(0) == 10
     assert after(*[0.001] * 200, 10.0).free(0) == 10
     # What has ended and is not settled counts when it is more than all that there is room for.
     assert Slots(10).free(10) == 10 and Slots(10).free(15) == 5
+
+
+def test_a_runner_with_more_slots_than_one_claim_may_have_asks_for_less(
+    dsn: str, db: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    db.execute("update taskboard.settings set claim_jobs = 3")
+    jobs = [enqueue(db, "k") for _ in range(40)]
+    assert drain(dsn, {"k": Gate()}, pool=22) == 0
+    assert {state(db, job)["state"] for job in jobs} == {"completed"}
+    assert [record for record in caplog.records if record.levelname != "INFO"] == []
