@@ -18,6 +18,7 @@ begin
       ('instant(bigint)', 'timestamptz'),
       ('microseconds(timestamptz)', 'bigint'),
       ('new_job_id(timestamptz, text)', 'uuid'),
+      ('pick_jobs(text[], text[], integer, bigint, boolean, tid[])', 'tid[]'),
       ('pause(text)', 'taskboard.queue_state'),
       ('resolve(uuid, text, boolean)', 'taskboard.job_state'),
       ('resume(text)', 'taskboard.queue_state'),

@@ -69,19 +69,19 @@ begin
         for update skip locked) as due
       limit claim.max_jobs) as picked;
   end if;
-  if v_stale and v_picked is not null then
-    -- Whoever has just been woken is not to wait for a new plan, even if this one may lack a lane
-    -- that is new: the next claim makes it.
-    perform set_config('taskboard.plan_' || (v_key & 7)::text,
-      array_to_string(v_plan[:12] || '-1'::text, '/'), false);
-  elsif v_picked is null or cardinality(v_picked) < claim.max_jobs then
+  if v_picked is null or (v_plan[14] is not null and cardinality(v_picked) < claim.max_jobs) then
     if not v_set.is_fine or v_plan[1] is distinct from v_key::text then
       perform taskboard.check_claim(
         claim.queues, claim.kinds, claim.max_jobs, claim.lease, v_worker);
     end if;
     v_picked := taskboard.pick_jobs(
-      claim.queues, claim.kinds, claim.max_jobs, v_key, v_first, v_picked);
+      claim.queues, claim.kinds, claim.max_jobs, v_key, v_first);
     v_marked := true;
+  elsif v_stale then
+    -- Whoever has just been woken is not to wait for a new plan, even if this one may lack a lane
+    -- that is new: the next claim makes it.
+    perform set_config('taskboard.plan_' || (v_key & 7)::text,
+      array_to_string(v_plan[:12] || '-1'::text, '/'), false);
   end if;
   if v_picked is null then
     return;

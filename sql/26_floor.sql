@@ -19,6 +19,7 @@
 --   10, 11, 12 candidates: date, transaction id (0 for none) and place
 --   13 for how many seconds claims do with it: 20 ms; of many lanes ten times what it took. After
 --      that it serves one claim more, which leaves -1 here: the next one makes a new plan
+--   14 there when the plan has only the first of many lanes
 
 create or replace function taskboard.read_plan(key bigint, at timestamptz)
 returns text[]
@@ -185,7 +186,7 @@ begin
     v_kept := v_plan[:2] || array(
       select ((field.value::numeric[])[:96])::text
       from unnest(v_plan[3:12]) with ordinality as field (value, n)
-      order by field.n) || least(greatest(0.02, 10 * v_took), 30)::text;
+      order by field.n) || array[least(greatest(0.02, 10 * v_took), 30)::text, 'cut'];
   end if;
   if v_raise and v_plan[3] is not null then
     perform set_config(

@@ -1,5 +1,5 @@
 create or replace function taskboard.pick_jobs(
-  queues text[], kinds text[], max_jobs integer, key bigint, first boolean, picked tid[])
+  queues text[], kinds text[], max_jobs integer, key bigint, first boolean)
 returns tid[]
 language plpgsql
 security definer
@@ -21,7 +21,7 @@ declare
   v_left integer;
   v_half bigint;
   v_more tid[];
-  v_picked tid[] := coalesce(pick_jobs.picked, '{}');
+  v_picked tid[] := '{}';
   v_now timestamptz;
 begin
   select s.max_lost_leases, s.queue_rights or s.queue_limits or s.paused_at is not null as special
@@ -89,11 +89,10 @@ begin
 end
 $$;
 
-comment on function taskboard.pick_jobs(text[], text[], integer, bigint, boolean, tid[]) is
+comment on function taskboard.pick_jobs(text[], text[], integer, bigint, boolean) is
 $$Pick and lock what a claim is to lease, at leisure (internal).
 With everything that may have to be heard: limits, rights, floors, new lanes, exhausted jobs.
-key: queues and kinds, hashed. first: the transaction has changed nothing yet. picked: what the
-claim has locked already; it comes first.$$;
+key: queues and kinds, hashed. first: the transaction has changed nothing yet.$$;
 
 create or replace function taskboard.sweep_exhausted(plan text[], now timestamptz, most integer)
 returns bigint
