@@ -23,8 +23,7 @@ AT_MOST_EVERY = 0.02  # seconds between wake-ups: anybody may notify, as often a
 class Wake:
     """Keeps a listening connection while the runner is idle and calls `wake` when one should claim.
 
-    The sleeper's mark makes others notify, which costs them, so it is given up while the runner is
-    busy: `sleeping` says which.
+    The sleeper's mark makes others notify, which costs them: `sleeping` says when it is needed.
     """
 
     def __init__(self, dial: Dial, queues: list[str] | None, wake: Callable[[], None]) -> None:

@@ -144,6 +144,7 @@ class Worker:
             if claimed:
                 self._start(claimed, sent_at)
                 missed = 0
+                await asyncio.sleep(0)  # they begin before the next claim is sent
                 continue
             ready = due_in is not None and due_in <= 0  # just being taken, or out of reach
             if settings.until_empty and not (ready or self.slots.running or self._settler.waiting):
