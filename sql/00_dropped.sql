@@ -19,6 +19,7 @@ begin
       ('microseconds(timestamptz)', 'bigint'),
       ('new_job_id(timestamptz, text)', 'uuid'),
       ('pick_jobs(text[], text[], integer, bigint, boolean, tid[])', 'tid[]'),
+      ('note_takeovers(tid[])', 'void'),
       ('pause(text)', 'taskboard.queue_state'),
       ('resolve(uuid, text, boolean)', 'taskboard.job_state'),
       ('resume(text)', 'taskboard.queue_state'),

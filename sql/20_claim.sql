@@ -19,18 +19,20 @@ as $$
 declare
   v_worker text := coalesce(claim.worker, nullif(current_setting('application_name'), ''),
     'pid-' || pg_backend_pid()::text);
-  v_lease interval := claim.lease;
   v_key bigint := hashtextextended(format('%s/%s', claim.queues, claim.kinds), 0);
-  v_half bigint := greatest(claim.max_jobs / 2, 1);
-  v_plan text[];
-  v_stale boolean; -- the plan, which has served its time
-  v_set record;
+  -- What this session planned for the same lanes a moment ago will do again. See 26_floor.sql.
+  v_plan text[] := string_to_array(
+    current_setting('taskboard.plan_' || (v_key & 7)::text, true), '/');
   v_first boolean := pg_current_xact_id_if_assigned() is null;
-  v_picked tid[];
-  v_ids uuid[];
-  v_marked boolean; -- some lease has lapsed, or some key is held only until claimed
   -- The transaction id before the clock; a variable, because only that bounds an index scan.
   v_now timestamptz := case when pg_current_xact_id() is not null then clock_timestamp() end;
+  v_half bigint := greatest(claim.max_jobs / 2, 1);
+  v_lease interval := claim.lease;
+  v_set record;
+  v_quick boolean; -- by the plan; else at leisure, in pick_jobs
+  v_picked tid[];
+  v_ids uuid[];
+  v_got bigint := 0;
 begin
   -- Few statements and expressions: what runs cold in each transaction counts.
   select s.lease, s.timeout, s.max_attempts, s.max_lost_leases,
@@ -38,26 +40,56 @@ begin
     coalesce(claim.max_jobs between 1 and s.claim_jobs, false)
       and coalesce(claim.lease between s.lease_least and s.lease_most, true)
       and char_length(v_worker) between 1 and 200
-      and current_setting('transaction_isolation') = 'read committed' as is_fine
+      and current_setting('transaction_isolation') = 'read committed' as is_fine,
+    -- How old the plan is, in seconds; null if there is none, or one of other lanes.
+    case when v_plan[1] = v_key::text then date_part('epoch', v_now) - v_plan[2]::float8 end as age
   into v_set
   from taskboard.settings as s
   where s.one_row;
-  -- What this session planned a moment ago for the same lanes will do again. See 26_floor.sql.
-  v_plan := string_to_array(current_setting('taskboard.plan_' || (v_key & 7)::text, true), '/');
-  if v_set.is_fine and not v_set.special and v_plan[1] = v_key::text
-    and date_part('epoch', v_now) - v_plan[2]::float8 between 0 and 30 * sign(v_plan[13]::float8)
-  then
-    select array_agg(picked.ctid), bool_or(picked.marked),
-      date_part('epoch', v_now) - v_plan[2]::float8 > v_plan[13]::float8
-    into v_picked, v_marked, v_stale
-    from (
-      select due.ctid, due.marked
+  v_quick := v_set.is_fine and not v_set.special
+    and coalesce(v_set.age between 0 and 30 * sign(v_plan[13]::float8), false);
+  if v_lease is not null then
+    v_lease := taskboard.exact(v_lease);
+  end if;
+  loop
+    if not v_quick then
+      if not v_set.is_fine or v_set.age is null then
+        perform taskboard.check_claim(
+          claim.queues, claim.kinds, claim.max_jobs, claim.lease, v_worker);
+      end if;
+      v_picked := taskboard.pick_jobs(
+        claim.queues, claim.kinds, claim.max_jobs - v_got::integer, v_key, v_first);
+      exit when v_picked is null;
+      if v_set.special then
+        v_ids := array(select j.id from taskboard.jobs as j where j.ctid = any (v_picked));
+      end if;
+    end if;
+    -- The pick is an array, which is made once. Nobody can move the rows that it has locked: the
+    -- place of each is the quickest way to it. The clock is read anew: the rows are locked by now.
+    -- "+ 0", so that no plan begins with the lanes and then reads all their jobs.
+    return query
+    update taskboard.jobs as j
+    set lane_id = l.returns_to,
+      attempt = j.attempt + 1,
+      claimed_at = clock_timestamp(),
+      claimable_at = clock_timestamp() + coalesce(v_lease, j.lease, l.lease, v_set.lease),
+      lease_granted = coalesce(v_lease, j.lease, l.lease, v_set.lease),
+      lease_token = gen_random_uuid(),
+      leased_by = v_worker,
+      lost_leases = case when j.lease_token is null then j.lost_leases else j.lost_leases + 1 end,
+      lapsed_by = case when j.lease_token is not null then
+        taskboard.note_takeover(j.id, l.queue, l.kind, j.leased_by, j.lost_leases) end,
+      unique_key = case when j.unique_until_claim is null then j.unique_key else
+        taskboard.give_up_key(l.kind, j.unique_key, j.id) end
+    from taskboard.lanes as l
+    where l.id = j.lane_id + 0 and j.ctid = any (case when not v_quick then v_picked else array(
+      select due.ctid
       from (
         select unnest(v_plan[3]::integer[]) as id, unnest(v_plan[4]::float8[]) as floor,
           unnest(v_plan[5]::integer[]) as place, unnest(v_plan[6]::integer[]) as side,
           unnest(v_plan[7]::bigint[]) as many, unnest(v_plan[8]::bigint[]) as rest) as lane
       cross join lateral (
-        select p.ctid, p.lease_token is not null or p.unique_until_claim is not null as marked
+        select p.ctid
         from taskboard.jobs as p
         where p.lane_id = lane.id and p.claimable_at <= v_now
           and (p.claimable_at, p.place) >= (to_timestamp(lane.floor), lane.place)
@@ -67,55 +99,21 @@ begin
         limit case lane.side when 1 then greatest((v_half + lane.rest) / lane.many, 1) end
         offset case lane.side when 3 then greatest((v_half + lane.rest) / lane.many, 1) end
         for update skip locked) as due
-      limit claim.max_jobs) as picked;
-  end if;
-  if v_picked is null or (v_plan[14] is not null and cardinality(v_picked) < claim.max_jobs) then
-    if not v_set.is_fine or v_plan[1] is distinct from v_key::text then
-      perform taskboard.check_claim(
-        claim.queues, claim.kinds, claim.max_jobs, claim.lease, v_worker);
-    end if;
-    v_picked := taskboard.pick_jobs(
-      claim.queues, claim.kinds, claim.max_jobs, v_key, v_first);
-    v_marked := true;
-  elsif v_stale then
+      limit claim.max_jobs) end)
+    returning
+      j.id, j.lease_token, j.claimable_at, j.lease_granted, coalesce(j.timeout, v_set.timeout),
+      l.queue, l.kind, j.payload, j.attempt, coalesce(j.max_attempts, v_set.max_attempts),
+      j.headers, j.failures, j.lost_leases, l.priority, j.run_at, j.created_at;
+    get diagnostics v_got = row_count;
+    exit when not v_quick or v_got = claim.max_jobs or (v_got > 0 and v_plan[14] is null);
+    v_quick := false;
+  end loop;
+  if v_quick and v_set.age > v_plan[13]::float8 then
     -- Whoever has just been woken is not to wait for a new plan, even if this one may lack a lane
     -- that is new: the next claim makes it.
     perform set_config('taskboard.plan_' || (v_key & 7)::text,
       array_to_string(v_plan[:12] || '-1'::text, '/'), false);
   end if;
-  if v_picked is null then
-    return;
-  end if;
-  if v_marked then
-    perform taskboard.note_takeovers(v_picked);
-  end if;
-  if v_set.special then
-    v_ids := array(select j.id from taskboard.jobs as j where j.ctid = any (v_picked));
-  end if;
-  if v_lease is not null then
-    v_lease := taskboard.exact(v_lease);
-  end if;
-  v_now := clock_timestamp(); -- the rows are locked by now, and we may have waited
-  -- Nobody can move the rows that we have locked: the place of each is the quickest way to it.
-  -- "+ 0", so that no plan begins with the lanes and then reads all their jobs.
-  return query
-  update taskboard.jobs as j
-  set lane_id = l.returns_to,
-    attempt = j.attempt + 1,
-    claimed_at = v_now,
-    claimable_at = v_now + coalesce(v_lease, j.lease, l.lease, v_set.lease),
-    lease_granted = coalesce(v_lease, j.lease, l.lease, v_set.lease),
-    lease_token = gen_random_uuid(),
-    leased_by = v_worker,
-    lost_leases = case when j.lease_token is null then j.lost_leases else j.lost_leases + 1 end,
-    lapsed_by = case when j.lease_token is not null then j.leased_by end,
-    unique_key = case when j.unique_until_claim is null then j.unique_key end
-  from taskboard.lanes as l
-  where j.ctid = any (v_picked) and l.id = j.lane_id + 0
-  returning
-    j.id, j.lease_token, j.claimable_at, j.lease_granted, coalesce(j.timeout, v_set.timeout),
-    l.queue, l.kind, j.payload, j.attempt, coalesce(j.max_attempts, v_set.max_attempts), j.headers,
-    j.failures, j.lost_leases, l.priority, j.run_at, j.created_at;
   if v_set.special then
     perform taskboard.count_starts(v_ids);
   end if;
@@ -169,26 +167,37 @@ comment on function taskboard.check_claim(text[], text[], integer, interval, tex
 $$Say what is wrong with the arguments of claim (internal).
 Called when claim has found that something is. Errors: 22004, 22023, 0A000.$$;
 
-create or replace function taskboard.note_takeovers(jobs tid[])
-returns void
+create or replace function taskboard.note_takeover(
+  job_id uuid, queue text, kind text, worker text, lost_leases integer)
+returns text
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
 as $$
 begin
   perform taskboard.note_incident(
-    'lease_lapsed', j.id, l.queue, l.kind, j.leased_by,
-    format('lost lease %s of this job', j.lost_leases + 1))
-  from taskboard.jobs as j
-  join taskboard.lanes as l on l.id = j.lane_id + 0
-  where j.ctid = any (note_takeovers.jobs) and j.lease_token is not null;
-  perform taskboard.free_unique_key(l.kind, j.unique_key, j.id)
-  from taskboard.jobs as j
-  join taskboard.lanes as l on l.id = j.lane_id + 0
-  where j.ctid = any (note_takeovers.jobs) and j.unique_until_claim and j.unique_key is not null;
+    'lease_lapsed', note_takeover.job_id, note_takeover.queue, note_takeover.kind,
+    note_takeover.worker, format('lost lease %s of this job', note_takeover.lost_leases + 1));
+  return note_takeover.worker;
 end
 $$;
 
-comment on function taskboard.note_takeovers(tid[]) is
-$$Record lapsed leases, and free keys held only until claimed (internal).
-Of rows that the claim has locked and not yet changed.$$;
+comment on function taskboard.note_takeover(uuid, text, text, text, integer) is
+$$Record a lapsed lease that a claim takes over; return whose it was (internal).$$;
+
+create or replace function taskboard.give_up_key(kind text, key text, job_id uuid)
+returns text
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  if give_up_key.key is not null then
+    perform taskboard.free_unique_key(give_up_key.kind, give_up_key.key, give_up_key.job_id);
+  end if;
+  return null;
+end
+$$;
+
+comment on function taskboard.give_up_key(text, text, uuid) is
+$$Free a key that was held only until claimed; return null, what is left of it (internal).$$;

@@ -20,13 +20,13 @@ BY_ATTEMPT: Final = "attempt number as fence, across a lossy failover"
 BY_ID: Final = Mutant(
     "claim in two steps, look then update by id", "S1", "20_claim.sql",
     (
-        ("between 0 and v_plan[13]::float8", "between 0 and 60"),
+        ("v_set.age > v_plan[13]::float8", "v_set.age > 60"),
         ("        for update skip locked) as due", "        ) as due"),
-        (
-            "where j.ctid = any (v_picked) and l.id",
-            "where j.id = any (array(select x.id from taskboard.jobs as x"
-            " where x.ctid = any (v_picked))) and l.id",
-        ),
+        ("j.ctid = any (case", "j.id = any (case"),
+        ("then v_picked else array(", "then array(select x.id from taskboard.jobs as x"
+         " where x.ctid = any (v_picked)) else array("),
+        ("      select due.ctid\n", "      select due.id\n"),
+        ("        select p.ctid\n", "        select p.id\n"),
     ),
     (),
 )  # fmt: skip
@@ -41,8 +41,8 @@ ATTEMPT_AS_FENCE: Final = Mutant(
 
 BATCH_WITHOUT_TOKENS: Final = Mutant(
     "batch of completions that looks at no token", "S2", "30_complete.sql",
-    (("      where j.id = w.id and j.lease_token = w.token\n      for update) as j) as k;",
-      "      where j.id = w.id\n      for update) as j) as k;"),),
+    (("    where j.id = w.id and j.lease_token = w.token and l.id",
+      "    where j.id = w.id and l.id"),),
     (),
 )  # fmt: skip
 

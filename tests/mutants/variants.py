@@ -105,7 +105,7 @@ MUTANTS: Final = (
         "a remembered plan does not hear of a pause or a limit",
         "limits",
         "20_claim.sql",
-        (("v_set.is_fine and not v_set.special and v_plan", "v_set.is_fine and v_plan"),),
+        (("v_set.is_fine and not v_set.special\n", "v_set.is_fine\n"),),
         (PLAN + "test_remembered_plan_is_not_followed_into_a_queue_that_is_paused_or_limited",),
     ),
     Mutant(
@@ -212,7 +212,7 @@ MUTANTS: Final = (
         "20_claim.sql",
         (
             (
-                "claimable_at = v_now + coalesce(",
+                "claimable_at = clock_timestamp() + coalesce(",
                 "claimable_at = now() + coalesce(",
             ),
         ),
@@ -345,7 +345,7 @@ MUTANTS: Final = (
         "batches that lock rows as they find them",
         "L1",
         "30_complete.sql",
-        (("      order by w.id) as w\n", "      limit all) as w\n"),),
+        (("      order by w.id) as w,\n", "      limit all) as w,\n"),),
         (BATCH + "test_batch_in_the_opposite_order_waits_for_the_first_row_and_holds_none",),
     ),
     Mutant(

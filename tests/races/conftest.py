@@ -31,7 +31,7 @@ def quick(named: Callable[[str], Session], db: psycopg.Connection[Any]) -> Calla
     ((text,),) = rows(db, "select pg_get_functiondef('taskboard.claim'::regproc)")
     for old, new in (
         ("between 0 and 30 * sign", "between 0 and 60 * sign"),
-        ("v_plan[2]::float8 > v_plan[13]::float8", "v_plan[2]::float8 > 60"),
+        ("v_set.age > v_plan[13]::float8", "v_set.age > 60"),
     ):
         assert text.count(old) == 1
         text = text.replace(old, new)
