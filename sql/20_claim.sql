@@ -46,9 +46,9 @@ begin
   into v_set
   from taskboard.settings as s
   where s.one_row;
-  v_quick := v_set.is_fine and not v_set.special
-    and coalesce(v_set.age between 0 and 30 * sign(v_plan[13]::float8), false);
-  if v_lease is not null then
+  v_quick := case when v_set.is_fine and not v_set.special and v_set.age is not null
+    then v_set.age between 0 and 30 * sign(v_plan[13]::float8) else false end;
+  if v_lease is not null and v_set.is_fine then
     v_lease := taskboard.exact(v_lease);
   end if;
   loop
@@ -200,4 +200,4 @@ end
 $$;
 
 comment on function taskboard.give_up_key(text, text, uuid) is
-$$Free a key that was held only until claimed; return null, what is left of it (internal).$$;
+$$Free a key that was held only until claimed; return null (internal).$$;

@@ -105,7 +105,7 @@ MUTANTS: Final = (
         "a remembered plan does not hear of a pause or a limit",
         "limits",
         "20_claim.sql",
-        (("v_set.is_fine and not v_set.special\n", "v_set.is_fine\n"),),
+        (("v_set.is_fine and not v_set.special and v_set.age", "v_set.is_fine and v_set.age"),),
         (PLAN + "test_remembered_plan_is_not_followed_into_a_queue_that_is_paused_or_limited",),
     ),
     Mutant(
