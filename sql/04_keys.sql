@@ -216,3 +216,26 @@ comment on function taskboard.hand_over(text, uuid) is
 $$Give a finished job's turn to the next job of its serial key (internal).
 The caller holds the key's row. The next is looked for after the last number that had the turn, so
 the cost does not grow with how many had it before.$$;
+
+create or replace function taskboard.let_keys_go(
+  kind text, unique_key text, serial_key text, job_id uuid, at timestamptz)
+returns timestamptz
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  if let_keys_go.unique_key is not null then
+    perform taskboard.free_unique_key(
+      let_keys_go.kind, let_keys_go.unique_key, let_keys_go.job_id);
+  end if;
+  if let_keys_go.serial_key is not null then
+    perform taskboard.hand_over(let_keys_go.serial_key, let_keys_go.job_id);
+  end if;
+  return let_keys_go.at;
+end
+$$;
+
+comment on function taskboard.let_keys_go(text, text, text, uuid, timestamptz) is
+$$Free a finished job's unique key and hand its turn on; return the date (internal).
+For the returning clause of what finishes it.$$;

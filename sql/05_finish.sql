@@ -31,13 +31,8 @@ begin
   from gone as g
   returning h.finished_at, h.kind, h.unique_key, h.serial_key into v_done;
 
-  if v_done.unique_key is not null then
-    perform taskboard.free_unique_key(v_done.kind, v_done.unique_key, finish.job_id);
-  end if;
-  if v_done.serial_key is not null then
-    perform taskboard.hand_over(v_done.serial_key, finish.job_id);
-  end if;
-  return v_done.finished_at;
+  return taskboard.let_keys_go(
+    v_done.kind, v_done.unique_key, v_done.serial_key, finish.job_id, v_done.finished_at);
 end
 $$;
 

@@ -131,8 +131,8 @@ security definer
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-  v_now timestamptz;
   v_row taskboard.enqueued;
+  v_sleeps boolean;
 begin
   if enqueue.run_at is not null or enqueue.delay is not null or enqueue.unique_key is not null
     or enqueue.unique_for is not null or enqueue.serial_key is not null
@@ -150,22 +150,18 @@ begin
     return v_row;
   end if;
 
-  if enqueue.payload is null then
-    raise exception using errcode = '22004', message = 'payload must not be null',
-      hint = 'Give a JSON document; the JSON null is one.';
-  end if;
   -- The plain job, in one statement. The transaction id before the clock: whoever sees a later
   -- id may trust the date below.
   loop
-    v_now := case when pg_current_xact_id() is not null then clock_timestamp() end;
     insert into taskboard.jobs as j (id, lane_id, claimable_at, run_at, created_at, payload)
     select
-      taskboard.new_job_id(taskboard.job_id_head(v_now), l.seed, 0, s.shard_id),
-      l.id, v_now, v_now, v_now, enqueue.payload
+      taskboard.new_job_id(taskboard.job_id_head(l.now), l.seed, 0, s.shard_id),
+      l.id, l.now, l.now, l.now, enqueue.payload
     from taskboard.settings as s
     cross join lateral (
       -- A limit or a volatile function out there would hand the whole row on by a node more.
-      select f.id, gen_random_uuid() as seed
+      select f.id, gen_random_uuid() as seed,
+        case when pg_current_xact_id() is not null then clock_timestamp() end as now
       from taskboard.lanes as f
       where f.queue = enqueue.queue and f.kind = enqueue.kind and f.priority = enqueue.priority
         and not f.returning
@@ -173,14 +169,19 @@ begin
       limit 1) as l
     where taskboard.document_bytes(enqueue.payload) <= s.payload_bytes
       and (not s.queue_rights or taskboard.may_use(enqueue.queue))
-    returning j.id, true into v_row;
+    returning j.id, true, taskboard.somebody_sleeps(enqueue.queue)
+    into v_row.job_id, v_row.created, v_sleeps;
     exit when found;
-    -- Either the payload is too large, or this is the first job of its lane.
+    -- The payload is null or too large, or this is the first job of its lane.
+    if enqueue.payload is null then
+      raise exception using errcode = '22004', message = 'payload must not be null',
+        hint = 'Give a JSON document; the JSON null is one.';
+    end if;
     perform taskboard.check_document('payload', enqueue.payload, s.payload_bytes)
     from taskboard.settings as s;
     perform taskboard.register_lane(enqueue.queue, enqueue.kind, enqueue.priority);
   end loop;
-  if taskboard.somebody_sleeps(enqueue.queue) then
+  if v_sleeps then
     perform taskboard.wake();
   end if;
   return v_row;

@@ -10,8 +10,6 @@ set enable_bitmapscan = off
 set jit = off
 as $$
 declare
-  v_row taskboard.completed;
-  v_done record;
   v_finished_at timestamptz;
 begin
   if complete.job_id is null or complete.lease_token is null or complete.result is not null then
@@ -20,6 +18,7 @@ begin
     from taskboard.settings as s;
   end if;
 
+  return query
   with gone as (
     delete from taskboard.jobs as j
     using taskboard.lanes as l, taskboard.settings as s
@@ -47,40 +46,31 @@ begin
     case when g.keeps then g.headers end, case when g.keeps then g.payload end,
     case when g.keeps then complete.result end
   from gone as g
-  returning h.finished_at, h.kind, h.unique_key, h.serial_key into v_done;
+  returning h.id, case when h.unique_key is null and h.serial_key is null then h.finished_at
+    else taskboard.let_keys_go(h.kind, h.unique_key, h.serial_key, h.id, h.finished_at) end;
 
-  if v_done.finished_at is null then
-    if not taskboard.may_touch(complete.job_id, complete.lease_token) then
-      return;
-    end if;
-    -- A statement of its own, hence a snapshot of its own: the first call may have committed
-    -- while this one waited for the row.
-    select h.finished_at into v_finished_at
-    from taskboard.history as h
-    where h.id = complete.job_id and h.lease_token = complete.lease_token
-      and h.state = 'completed';
-    if not found then
-      perform taskboard.note_refusal('complete', complete.job_id, complete.lease_token);
-      return;
-    end if;
-    v_row := row(complete.job_id, v_finished_at);
-    return next v_row;
+  if found then
+    -- A statement of its own: a begin_effect of ours may have held the row until now.
+    update taskboard.effects as e
+    set ended_at = clock_timestamp(), happened = true
+    where e.job_id = complete.job_id and e.lease_token = complete.lease_token
+      and e.ended_at is null;
     return;
   end if;
-
-  -- Again a statement of its own: a begin_effect of ours may have held the row until now.
-  update taskboard.effects as e
-  set ended_at = v_done.finished_at, happened = true
-  where e.job_id = complete.job_id and e.lease_token = complete.lease_token
-    and e.ended_at is null;
-  if v_done.unique_key is not null then
-    perform taskboard.free_unique_key(v_done.kind, v_done.unique_key, complete.job_id);
+  if not taskboard.may_touch(complete.job_id, complete.lease_token) then
+    return;
   end if;
-  if v_done.serial_key is not null then
-    perform taskboard.hand_over(v_done.serial_key, complete.job_id);
+  -- Again a statement of its own, hence a snapshot of its own: the first call may have committed
+  -- while this one waited for the row.
+  select h.finished_at into v_finished_at
+  from taskboard.history as h
+  where h.id = complete.job_id and h.lease_token = complete.lease_token
+    and h.state = 'completed';
+  if not found then
+    perform taskboard.note_refusal('complete', complete.job_id, complete.lease_token);
+    return;
   end if;
-  v_row := row(complete.job_id, v_done.finished_at);
-  return next v_row;
+  return query select complete.job_id, v_finished_at;
 end
 $$;
 
@@ -109,12 +99,10 @@ set jit = off
 as $$
 declare
   v_set record;
-  v_done record;
   v_tokens uuid[] := complete_many.lease_tokens;
   v_kept uuid[];
   v_kept_tokens uuid[];
   v_finished_at timestamptz[];
-  v_keyed boolean;
 begin
   select s.claim_jobs, s.payload_bytes, s.queue_rights,
     -- A job that has a serial key was committed together with its key.
@@ -175,29 +163,15 @@ begin
       case when g.keeps then g.headers end, case when g.keeps then g.payload end,
       case when g.keeps then g.result end
     from gone as g
-    returning h.id, h.finished_at, h.lease_token, h.unique_key, h.serial_key
+    returning h.id, h.lease_token,
+      case when h.unique_key is null and h.serial_key is null then h.finished_at
+        else taskboard.let_keys_go(h.kind, h.unique_key, h.serial_key, h.id, h.finished_at) end
+        as finished_at
   )
-  select array_agg(k.id), array_agg(k.finished_at), array_agg(k.lease_token),
-    bool_or(k.unique_key is not null or k.serial_key is not null)
-  into v_kept, v_finished_at, v_kept_tokens, v_keyed
+  select array_agg(k.id), array_agg(k.finished_at), array_agg(k.lease_token)
+  into v_kept, v_finished_at, v_kept_tokens
   from kept as k;
 
-  if v_keyed then
-    for v_done in
-      select h.id, h.kind, h.unique_key, h.serial_key
-      from unnest(v_kept, v_finished_at) as w (id, at)
-      join taskboard.history as h on h.id = w.id and h.finished_at = w.at
-      where h.unique_key is not null or h.serial_key is not null
-      order by h.id
-    loop
-      if v_done.unique_key is not null then
-        perform taskboard.free_unique_key(v_done.kind, v_done.unique_key, v_done.id);
-      end if;
-      if v_done.serial_key is not null then
-        perform taskboard.hand_over(v_done.serial_key, v_done.id);
-      end if;
-    end loop;
-  end if;
   -- "is true", so that the index is not searched for each pair of a job and a token.
   update taskboard.effects as e
   set ended_at = clock_timestamp(), happened = true

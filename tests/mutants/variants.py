@@ -281,9 +281,9 @@ MUTANTS: Final = (
                 " where h.id = complete.job_id and h.lease_token = complete.lease_token);\nbegin",
             ),
             (
-                "    select h.finished_at into v_finished_at\n    from taskboard.history as h\n"
-                "    where h.id = complete.job_id and h.lease_token = complete.lease_token\n",
-                "    perform where v_finished_at is not null;\n    --",
+                "  select h.finished_at into v_finished_at\n  from taskboard.history as h\n"
+                "  where h.id = complete.job_id and h.lease_token = complete.lease_token\n",
+                "  perform where v_finished_at is not null;\n  --",
             ),
         ),
         (
