@@ -24,7 +24,7 @@ from typing import Any
 from taskboard import wake
 from taskboard.leases import News, now
 from taskboard.settings import SettingsError
-from taskboard.worker import POLL_LISTENING, Worker
+from taskboard.worker import POLL_WOKEN, Worker
 
 try:
     from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -75,7 +75,7 @@ class Watched:
 
     def _claims(self) -> str:
         worker = self.worker
-        late = LATE + (worker.settings.poll or POLL_LISTENING)
+        late = LATE + (worker.settings.poll or POLL_WOKEN)
         if worker.stopping.is_set():
             return "stopping"
         if not worker.well_at:

@@ -79,7 +79,7 @@ class Settings:
                 ) from None
         if not 3 <= self.pool <= 1002:
             raise SettingsError(
-                f"a pool of {self.pool} is out of bounds: a batch is at most pool - 2, because one"
+                f"a pool of {self.pool} is out of bounds: at most pool - 2 jobs run at once, as one"
                 " connection renews the leases and one claims and settles",
                 "give --pool 3 to 1002; the default is 10",
             )

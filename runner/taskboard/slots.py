@@ -16,6 +16,7 @@ from taskboard.leases import now
 
 AHEAD = 0.02  # seconds that a job should wait for a slot at most: a fifth of the shortest lease
 AHEAD_JOBS = 500  # at most
+LINGER = 0.03  # seconds for which a runner that was busy looks again and again
 WAITS_WITHIN = 1.0  # seconds, then others may have it
 SLOW = 60.0  # seconds that jobs are taken to last while nothing is known; none is claimed ahead
 
@@ -28,12 +29,28 @@ class Slots:
         self.running: dict[Attempt, None] = {}
         self.next: deque[Attempt] = deque()
         self._pace = SLOW  # seconds that a job took, on average; recent ones count most
+        self._streak, self._busy_until = 0, 0.0
 
     def free(self, unsettled: int) -> int:
         """How many more to claim, while so many that have ended are not settled."""
         ahead = min(int(self.size * AHEAD / self._pace), AHEAD_JOBS)
         room = self.size + (ahead if self._pace < AHEAD else 0)
         return room - len(self.running) - len(self.next) - max(0, unsettled - room)
+
+    def idles(self, got: int, free: int) -> bool:
+        """Whether the runner is to be told of new jobs, after a claim that got so many.
+
+        Not while claim after claim gets some, nor just afterwards: telling costs the producers.
+        """
+        self._streak = self._streak + 1 if got else 0
+        if self._streak >= 3:
+            self._busy_until = now() + LINGER
+        return got < free and not self.linger
+
+    @property
+    def linger(self) -> float:
+        """In how many seconds to look again, where more is likely to come at once; 0 elsewhere."""
+        return LINGER / 6 if now() < self._busy_until else 0.0
 
     @property
     def alive(self) -> list[Attempt]:

@@ -32,7 +32,7 @@ from taskboard.wake import Wake
 log = logging.getLogger(__name__)
 
 FINE, BROKEN, JOBS_FAILED, STUCK = 0, 1, 3, 4  # exit codes; 2 is a usage error
-POLL, POLL_LISTENING = 1.0, 5.0  # seconds
+POLL, POLL_WOKEN = 1.0, 5.0  # seconds
 SETTLES_WITHIN, ANSWERS_WITHIN = 5.0, 10.0  # at a stop; a call, which may wait 5 s for a lock
 MAINTAIN_EVERY = 60.0
 
@@ -140,7 +140,7 @@ class Worker:
             except Weather:
                 await self._rest(self.control.delay)
                 continue
-            self.wake.sleeping(len(claimed) < free)
+            self.wake.sleeping(self.slots.idles(len(claimed), free))
             if claimed:
                 self._start(claimed, sent_at)
                 missed = 0
@@ -150,7 +150,7 @@ class Worker:
             if settings.until_empty and not (ready or self.slots.running or self._settler.waiting):
                 return self.stop()
             missed = missed + 1 if ready else 0
-            poll = settings.poll or (POLL_LISTENING if self.wake.works else POLL)
+            poll = self.slots.linger or settings.poll or (POLL_WOKEN if self.wake.works else POLL)
             if ready or due_in is None:
                 due_in = 0.02 * 2 ** min(missed, 9) if ready else poll
             await self._rest(min(due_in + 0.002, poll * random.uniform(0.9, 1.1)))

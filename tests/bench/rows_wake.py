@@ -1,7 +1,8 @@
 """Enqueue with wake-ups on against off: a commit that notifies takes a lock of the whole database.
 
 Idle listeners sleep, marked as such, and wait for a queue that gets nothing. A busy one is a runner
-that works on what is enqueued. On and off take turns; the runner is there in both.
+that has a backlog to work on, so that it takes as much of the machine with wake-ups as without. On
+and off take turns; the runner is there in both.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from rows_sql import Options, in_turns, plural, settle
 from sides import Side, taskboard
 
 OFF = "wake-ups off"
+AT_MOST = 15_000  # jobs that a runner does in a second
 
 
 @contextmanager
@@ -54,7 +56,7 @@ def wake(rig: Rig, sides: Sequence[Side], options: Options) -> list[Line]:
                 with rig.connect(side.dsn) as db:
                     side.empty(db)
                     if listeners == "busy":
-                        side.fill(db, 100)
+                        side.fill(db, int(AT_MOST * (seconds + 1)))
                 busy = listeners == "busy"
                 with (
                     nullcontext() if busy else idle(rig, side.dsn),

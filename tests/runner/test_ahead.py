@@ -157,3 +157,17 @@ def test_a_runner_with_more_slots_than_one_claim_may_have_asks_for_less(
     assert drain(dsn, {"k": Gate()}, pool=22) == 0
     assert {state(db, job)["state"] for job in jobs} == {"completed"}
     assert [record for record in caplog.records if record.levelname != "INFO"] == []
+
+
+def test_a_runner_is_told_of_jobs_only_while_claims_come_back_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    two = Slots(2)
+    assert two.idles(0, 2) and two.linger == 0
+    assert not two.idles(2, 2)  # there is no room for more
+    assert two.idles(0, 2)
+    assert [two.idles(1, 2) for _ in range(4)] == [True, True, False, False]
+    assert not two.idles(0, 2) and 0 < two.linger < 0.01
+    monkeypatch.setattr(slots, "now", lambda: later)
+    later = slots.LINGER + 1e9
+    assert two.idles(0, 2) and two.linger == 0

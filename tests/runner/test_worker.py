@@ -893,7 +893,7 @@ def test_a_runner_sleeps_until_the_next_job_is_due_and_no_longer(dsn: str, db: C
 
 def test_a_pool_without_room_for_a_handler_is_refused_with_the_reason() -> None:
     for pool in (0, 1, 2):
-        with pytest.raises(SettingsError, match="batch is at most pool - 2") as caught:
+        with pytest.raises(SettingsError, match="at most pool - 2 jobs run at once") as caught:
             Settings(pool=pool)
         assert "--pool 3" in caught.value.hint
     assert Settings(pool=3).slots == 1
