@@ -17,7 +17,7 @@
 --   7, 8 among how many lanes the half is divided, and what rounds it up
 --   9 when each floor was last begun anew
 --   10, 11, 12 candidates: date, transaction id (0 for none) and place
---   13 for how many seconds claims do with it: 20 ms; of many lanes ten times what it took. After
+--   13 for how many seconds claims do with it: 0.1 s; of many lanes ten times what it took. After
 --      that it serves one claim more, which leaves -1 here: the next one makes a new plan
 --   14 there when the plan has only the first of many lanes
 
@@ -179,14 +179,14 @@ begin
     order by n.priority, s.side, n.nth) as p;
   v_took := extract(epoch from clock_timestamp()) - v_at;
   v_plan[2] := (v_at + v_took)::text;
-  v_plan := v_plan || '0.02'::text;
+  v_plan := v_plan || '0.1'::text;
   v_kept := v_plan;
   if cardinality(v_plan[3]::integer[]) > 96 then
     -- The first of many lanes will do; a batch that they do not fill is planned anew.
     v_kept := v_plan[:2] || array(
       select ((field.value::numeric[])[:96])::text
       from unnest(v_plan[3:12]) with ordinality as field (value, n)
-      order by field.n) || array[least(greatest(0.02, 10 * v_took), 30)::text, 'cut'];
+      order by field.n) || array[least(greatest(0.1, 10 * v_took), 30)::text, 'cut'];
   end if;
   if v_raise and v_plan[3] is not null then
     perform set_config(

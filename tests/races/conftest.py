@@ -26,7 +26,7 @@ def named(
 def quick(named: Callable[[str], Session], db: psycopg.Connection[Any]) -> Callable[[str], Session]:
     """Give out two sessions, A and B, whose claims have nothing but the plan they remember.
 
-    A plan is believed for 20 ms; here for as long as a test takes.
+    A plan is believed for a tenth of a second; here for as long as a test takes.
     """
     ((text,),) = rows(db, "select pg_get_functiondef('taskboard.claim'::regproc)")
     for old, new in (
