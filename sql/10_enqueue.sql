@@ -132,6 +132,7 @@ set search_path = pg_catalog, pg_temp
 as $$
 declare
   v_row taskboard.enqueued;
+  v_id uuid;
   v_sleeps boolean;
 begin
   if enqueue.run_at is not null or enqueue.delay is not null or enqueue.unique_key is not null
@@ -169,8 +170,7 @@ begin
       limit 1) as l
     where taskboard.document_bytes(enqueue.payload) <= s.payload_bytes
       and (not s.queue_rights or taskboard.may_use(enqueue.queue))
-    returning j.id, true, taskboard.somebody_sleeps(enqueue.queue)
-    into v_row.job_id, v_row.created, v_sleeps;
+    returning j.id, taskboard.somebody_sleeps(enqueue.queue) into v_id, v_sleeps;
     exit when found;
     -- The payload is null or too large, or this is the first job of its lane.
     if enqueue.payload is null then
@@ -184,6 +184,7 @@ begin
   if v_sleeps then
     perform taskboard.wake();
   end if;
+  v_row := row(v_id, true);
   return v_row;
 end
 $$;
