@@ -19,7 +19,7 @@ declare
   v_look boolean;
   v_plan text[];
   v_left integer;
-  v_half bigint;
+  v_half integer;
   v_more tid[];
   v_picked tid[] := '{}';
   v_now timestamptz;
