@@ -21,7 +21,7 @@ declare
   v_left integer;
   v_half integer;
   v_more tid[];
-  v_picked tid[] := '{}';
+  v_picked tid[] := array[]::tid[];
   v_now timestamptz;
 begin
   select s.max_lost_leases, s.queue_rights or s.queue_limits or s.paused_at is not null as special
