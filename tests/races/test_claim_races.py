@@ -267,7 +267,7 @@ def test_job_made_claimable_in_a_slow_transaction_is_found_by_a_session_that_wen
             worker.call("release", job_id=new, lease_token=job.lease_token)
             again = worker.claim(worker="w")
             worker.call("complete", job_id=new, lease_token=again.lease_token)
-            sleep(0.006)  # floors are looked at no more often
+            sleep(0.11)  # floors are looked at no more often
 
     go_on_claiming()
     job_id = slow.enqueue(serial_key="s", on_unknown="hold")
