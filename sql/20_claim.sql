@@ -127,7 +127,8 @@ lease: 0.1 s to 24 h; by default the job's, else the queue's, else settings.leas
 run of this attempt; after it renewals are refused. worker: by default application_name.
 Zero rows: nothing is ready that nobody else is just taking; fewer than max_jobs need not be all
 that is ready. Raises attempt by one; a lapsed lease that is taken over counts as lost. Jobs that
-lost their lease too often are ended on the way. Passes over rows that others have locked. Needs read committed (0A000).
+lost their lease too often are ended on the way. Passes over rows that others have locked.
+Needs read committed (0A000).
 Errors: 22004, 22023. Role: taskboard_worker.$$;
 
 create or replace function taskboard.check_claim(
