@@ -15,6 +15,7 @@ begin
       ('check_claim(text[], text[], integer, interval, text)', 'record'),
       ('evict(text)', 'taskboard.job_state'),
       ('floors_due(text, timestamptz)', 'boolean'),
+      ('free_unique_key(text, text, uuid)', 'void'),
       ('instant(bigint)', 'timestamptz'),
       ('microseconds(timestamptz)', 'bigint'),
       ('new_job_id(timestamptz, text)', 'uuid'),

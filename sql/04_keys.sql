@@ -57,7 +57,7 @@ $$Take a unique key for a job; return its holder, new or old (internal).
 Waits for a transaction that is just taking or freeing the key; never locks a holder's row.$$;
 
 create or replace function taskboard.free_unique_key(kind text, key text, job_id uuid)
-returns void
+returns text
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
@@ -75,11 +75,13 @@ begin
     where u.kind = free_unique_key.kind and u.key = free_unique_key.key
       and u.job_id = free_unique_key.job_id;
   end if;
+  return null;
 end
 $$;
 
 comment on function taskboard.free_unique_key(text, text, uuid) is
-$$Free a job's unique key, or leave it held for the rest of unique_for (internal).$$;
+$$Free a job's unique key, or leave it held for the rest of unique_for (internal).
+Returns null, the key that the job has from then on. No key is fine.$$;
 
 create or replace function taskboard.join_serial_keys(
   keys text[], job_ids uuid[], out serial_nos bigint[], out turns boolean[])

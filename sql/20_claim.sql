@@ -80,7 +80,7 @@ begin
       lapsed_by = case when j.lease_token is not null then
         taskboard.note_takeover(j.id, l.queue, l.kind, j.leased_by, j.lost_leases) end,
       unique_key = case when j.unique_until_claim is null then j.unique_key else
-        taskboard.give_up_key(l.kind, j.unique_key, j.id) end
+        taskboard.free_unique_key(l.kind, j.unique_key, j.id) end
     from taskboard.lanes as l
     where l.id = j.lane_id + 0 and j.ctid = any (case when not v_quick then v_picked else array(
       select due.ctid
@@ -185,20 +185,3 @@ $$;
 
 comment on function taskboard.note_takeover(uuid, text, text, text, integer) is
 $$Record a lapsed lease that a claim takes over; return whose it was (internal).$$;
-
-create or replace function taskboard.give_up_key(kind text, key text, job_id uuid)
-returns text
-language plpgsql
-security definer
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-  if give_up_key.key is not null then
-    perform taskboard.free_unique_key(give_up_key.kind, give_up_key.key, give_up_key.job_id);
-  end if;
-  return null;
-end
-$$;
-
-comment on function taskboard.give_up_key(text, text, uuid) is
-$$Free a key that was held only until claimed; return null (internal).$$;
