@@ -176,6 +176,34 @@ $$Lock a serial key's row, then a job's; always true (internal).
 Stands in the condition of the statement that ends the job, so that one without a key pays nothing.
 Never waits for the job with the key in hand: a fenced transaction has them the other way round.$$;
 
+create or replace function taskboard.take_turn_locks(job_ids uuid[], lease_tokens uuid[])
+returns void
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+begin
+  perform taskboard.take_turn_lock(k.serial_key)
+  from (
+    select distinct j.serial_key
+    from unnest(take_turn_locks.job_ids, take_turn_locks.lease_tokens) as w (id, token)
+    -- Lateral, so that each job is found by its id.
+    cross join lateral (
+      select j.serial_key
+      from taskboard.jobs as j
+      where j.id = w.id and j.lease_token = w.token and j.serial_key is not null
+      limit 1) as j
+    order by j.serial_key) as k;
+end
+$$;
+
+comment on function taskboard.take_turn_locks(uuid[], uuid[]) is
+$$Lock the serial keys of leased jobs, in their order (internal).
+Before a batch locks the jobs. Only of jobs whose token is given.$$;
+
 create or replace function taskboard.hand_over(key text, job_id uuid)
 returns void
 language plpgsql

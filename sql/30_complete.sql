@@ -125,19 +125,10 @@ begin
     v_tokens := taskboard.own_tokens(complete_many.job_ids, v_tokens);
   end if;
 
-  -- Serial keys in order, then rows in id order: two batches cannot block each other. Lateral, and
-  -- below no other way to join, so that each job is found by its id, whatever the planner thinks.
+  -- Serial keys in order, then rows in id order: two batches cannot block each other. No other way
+  -- to join, so that each job is found by its id, whatever the planner thinks.
   if v_set.serial then
-    perform taskboard.take_turn_lock(k.serial_key)
-    from (
-      select distinct j.serial_key
-      from unnest(complete_many.job_ids, v_tokens) as w (id, token)
-      cross join lateral (
-        select j.serial_key
-        from taskboard.jobs as j
-        where j.id = w.id and j.lease_token = w.token and j.serial_key is not null
-        limit 1) as j
-      order by j.serial_key) as k;
+    perform taskboard.take_turn_locks(complete_many.job_ids, v_tokens);
   end if;
   with gone as (
     delete from taskboard.jobs as j

@@ -100,16 +100,7 @@ begin
       hint = 'Give one error, retry_in and permanent for each job, or null for all of them.';
   end if;
   -- As in complete_many: serial keys in order, then rows in id order.
-  perform taskboard.take_turn_lock(k.serial_key)
-  from (
-    select distinct j.serial_key
-    from unnest(fail_many.job_ids, fail_many.lease_tokens) as w (id, token)
-    cross join lateral (
-      select j.serial_key
-      from taskboard.jobs as j
-      where j.id = w.id and j.lease_token = w.token and j.serial_key is not null
-      limit 1) as j
-    order by j.serial_key) as k;
+  perform taskboard.take_turn_locks(fail_many.job_ids, fail_many.lease_tokens);
   return query
   select f.job_id, f.state, f.claimable_at
   from (
