@@ -65,14 +65,15 @@ begin
       end if;
     end if;
     -- The pick is an array, which is made once. Nobody can move the rows that it has locked: the
-    -- place of each is the quickest way to it. The clock is read anew: the rows are locked by now.
+    -- place of each is the quickest way to it. The clock is read anew, once for all of them (hence
+    -- the select): they are locked by now.
     -- "+ 0", so that no plan begins with the lanes and then reads all their jobs.
     return query
     update taskboard.jobs as j
     set lane_id = l.returns_to,
       attempt = j.attempt + 1,
-      claimed_at = clock_timestamp(),
-      claimable_at = clock_timestamp() + coalesce(v_lease, j.lease, l.lease, v_set.lease),
+      claimed_at = (select clock_timestamp()),
+      claimable_at = (select clock_timestamp()) + coalesce(v_lease, j.lease, l.lease, v_set.lease),
       lease_granted = coalesce(v_lease, j.lease, l.lease, v_set.lease),
       lease_token = gen_random_uuid(),
       leased_by = v_worker,

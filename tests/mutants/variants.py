@@ -215,7 +215,7 @@ MUTANTS: Final = (
         "20_claim.sql",
         (
             (
-                "claimable_at = clock_timestamp() + coalesce(",
+                "claimable_at = (select clock_timestamp()) + coalesce(",
                 "claimable_at = now() + coalesce(",
             ),
         ),

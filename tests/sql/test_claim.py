@@ -145,6 +145,16 @@ def test_s3_no_early_reclaim(db: Db) -> None:
     assert again["lease_expires_at"] > clock(db)
 
 
+def test_the_jobs_of_one_claim_have_one_deadline(db: Db) -> None:
+    """Else whoever waits for the last of them finds that the first was taken over before."""
+    for _ in range(40):
+        enqueue(db)
+    for _ in range(2):  # planned anew, and by the plan
+        jobs = claim(db, max_jobs=20)
+        assert len(jobs) == 20
+        assert len({job["lease_expires_at"] for job in jobs}) == 1
+
+
 def test_s4_the_kth_claim_is_attempt_k_however_the_earlier_ones_ended(db: Db) -> None:
     """S4: the k-th accepted claim of a job returns attempt k; retry does not reset it."""
     job_id = enqueue(db)
