@@ -16,6 +16,7 @@ begin
       ('evict(text)', 'taskboard.job_state'),
       ('floors_due(text, timestamptz)', 'boolean'),
       ('free_unique_key(text, text, uuid)', 'void'),
+      ('give_up_key(text, text, uuid)', 'text'),
       ('instant(bigint)', 'timestamptz'),
       ('microseconds(timestamptz)', 'bigint'),
       ('new_job_id(timestamptz, text)', 'uuid'),
