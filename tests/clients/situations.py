@@ -158,6 +158,15 @@ def jobs_are_completed_with_their_result_until_it_is_stopped(bench: Bench) -> No
 
 
 @situation
+def it_ends_in_order_at_whatever_moment_it_is_stopped(bench: Bench) -> None:
+    for seconds in (0.1, 0.4, 0.7):
+        bench.start()
+        bench.says("completed", bench.enqueue({"seconds": 0}))
+        time.sleep(seconds)  # into its rest, or its next claim
+        bench.stop()
+
+
+@situation
 def a_job_longer_than_its_lease_is_renewed(bench: Bench) -> None:
     job = bench.enqueue({"seconds": 4.5}, lease="3 s")
     bench.start()

@@ -107,3 +107,4 @@ while [ -z "$stopping" ]; do
     wait $!
   fi
 done
+exit 0 # not what the rest answered that the signal ended
