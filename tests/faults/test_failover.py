@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -17,9 +18,11 @@ import pytest
 from faults import failover
 from faults.calls import Client, Unanswered
 from faults.failover import Claimed, Clients, Enqueued, Standby, issued_twice, lost
+from runner.harness import enqueue, running, until
 from support import OwnServer, make_server, rows, session, wait_for
 from taskboard import db
 from taskboard.connections import Link, Weather, connect
+from taskboard.handlers import Context
 from taskboard.migrate import migrate
 
 Servers = Callable[..., tuple[OwnServer, Standby]]
@@ -91,9 +94,43 @@ def test_asynchronous_standby_that_fell_behind_loses_jobs_and_yet_no_id_or_key_c
     assert issued_twice(clients) == []
 
 
-WAITS = (
-    "select pid from pg_stat_activity where wait_event = 'SyncRep' and application_name = %s"
-)
+def test_runner_goes_on_at_the_standby_and_records_what_ended_in_between(
+    servers: Servers,
+) -> None:
+    primary, standby = servers(synchronous=True)
+    both, began, may_end = failover.both(primary, standby), Counter[str](), asyncio.Event()
+
+    async def handler(ctx: Context) -> None:
+        began[ctx.job.payload] += 1
+        if ctx.job.payload == "before":
+            await may_end.wait()
+
+    def add(which: str) -> None:
+        with session(both) as conn:
+            enqueue(conn, "k", which)
+
+    def states() -> list[tuple[str, int]]:
+        with session(both) as conn:
+            return rows(conn, "select state, attempt from taskboard.job_list")
+
+    async def scenario() -> None:
+        async with running(both, {"k": handler}) as runner:
+            add("before")
+            await until(lambda: began["before"])
+            failover.kill(primary)
+            may_end.set()
+            await until(lambda: runner.control.lost_for, what="the runner to notice")
+            await asyncio.to_thread(failover.promote, standby)
+            add("after")
+            await until(lambda: states() == [("completed", 1)] * 2, within=30)
+            # It is told of new jobs there, too.
+            await until(lambda: runner.wake.works, within=30)
+
+    asyncio.run(scenario())
+    assert began == {"before": 1, "after": 1}
+
+
+WAITS = "select pid from pg_stat_activity where wait_event = 'SyncRep' and application_name = %s"
 
 
 def end_the_wait(primary: OwnServer, name: str, how: str) -> None:
