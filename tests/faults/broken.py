@@ -65,6 +65,12 @@ PAUSE_IGNORED: Final = Mutant(
     (),
 )  # fmt: skip
 
+LIMIT_IGNORED: Final = Mutant(
+    "limit of running jobs that claims do not count", "limits", "25_plan_claim.sql",
+    (("    if v_queue.max_running is not null then", "    if v_queue.max_running < 0 then"),),
+    (),
+)  # fmt: skip
+
 RETRY_COUNTS_ANEW: Final = Mutant(
     "retry counts attempts from the beginning", "S4", "41_retry.sql",
     (("v_old.id, v_lane, v_old.attempt, case", "v_old.id, v_lane, 0, case"),),
@@ -116,7 +122,7 @@ def broken(name: str, aim: Aim = Aim.ALL) -> Broken:
 
 OWN: Final = (
     BY_ID, ATTEMPT_AS_FENCE, BATCH_WITHOUT_TOKENS, BATCH_REVIVES, CANCEL_FORGOTTEN, PAUSE_IGNORED,
-    RETRY_COUNTS_ANEW,
+    LIMIT_IGNORED, RETRY_COUNTS_ANEW,
 )  # fmt: skip
 
 NOTICED: Final = {
@@ -144,6 +150,7 @@ NOTICED: Final = {
     CANCEL_FORGOTTEN.name: Aim.OPERATORS,
     "retry copies instead of moving": Aim.OPERATORS,
     PAUSE_IGNORED.name: Aim.OPERATORS,
+    LIMIT_IGNORED.name: Aim.OPERATORS,
     "scan floor adopted at once": Aim.QUIET,
     "scan floor by the newest transaction that has ended": Aim.QUIET,
     NOT_DURABLE: Aim.ALL,

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from faults.load import Load
 
 HELD = "select id from taskboard.jobs where waits_for = 'person' limit 5"
+# Two ways to have nothing claimed from a queue, and the way back.
+STOPS: tuple[tuple[tuple[str, dict[str, int]], tuple[str, dict[str, int]]], ...] = (
+    (("pause", {}), ("resume", {})),
+    (("limit_queue", {"max_running": 0}), ("limit_queue", {})),
+)
 LEASED = (
     "with held as (select id from taskboard.jobs where lease_token is not null"
     " and claimable_at > clock_timestamp() limit 1 for update skip locked) select id from held"
@@ -41,7 +46,8 @@ def operate(load: Load, number: int) -> None:
 
 def act(load: Load, client: Client, dice: random.Random, *, pauses: bool) -> None:
     job_id, _ = dice.choice(list(load.owners)[-8:])  # so that it is about what is going on
-    match dice.choice(("cancel", "cancel", "retry", "retry", "evict", "failed", "answer", "pause")):
+    acts = ("cancel", "cancel", "retry", "retry", "evict", "failed", "answer", "pause", "maintain")
+    match dice.choice(acts):
         case "cancel":
             one(load, client, "cancel", job_id, force=dice.random() < 0.5)
         case "retry":
@@ -55,6 +61,8 @@ def act(load: Load, client: Client, dice: random.Random, *, pauses: bool) -> Non
         case "pause" if pauses and dice.random() < (1 if load.aim.name == "OPERATORS" else 0.3):
             # One may, or nobody would know whose resume ended it.
             pause(load, client, dice)
+        case "maintain":
+            load.timed(client, "maintain")
 
 
 def one(load: Load, client: Client, verb: str, job_id: UUID, **more: Any) -> None:
@@ -90,12 +98,13 @@ def retry_failed(load: Load, client: Client) -> None:
 
 
 def pause(load: Load, client: Client, dice: random.Random) -> None:
-    """Pause a queue for a moment. It is resumed until that is answered."""
-    _, since, _ = load.timed(client, "pause", queue="other")
+    """Stop a queue for a moment. It is let go on until that is answered."""
+    (stop, how), (go_on, no_more) = dice.choice(STOPS)
+    _, since, _ = load.timed(client, stop, queue="other", **how)
     time.sleep(dice.random() * 0.3)
     while True:
         with suppress(psycopg.OperationalError):
-            until, ended, _ = load.timed(client, "resume", queue="other")
+            until, ended, _ = load.timed(client, go_on, queue="other", **no_more)
             if since != NEVER:
                 load.history.pauses.append(Pause("other", since, until))
             if ended != NEVER:
