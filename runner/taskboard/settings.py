@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Self
 
-import psycopg
-from psycopg.conninfo import conninfo_to_dict
+from taskboard.urls import fault
 
 ENVIRONMENT = {
     "database_url": "TASKBOARD_DATABASE_URL",
@@ -70,13 +69,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in ("database_url", "listen_url"):
-            try:
-                conninfo_to_dict(getattr(self, name) or "")
-            except psycopg.Error:  # its text would show the password
-                raise SettingsError(
-                    f"{ENVIRONMENT[name]} cannot be read as a PostgreSQL URL",
-                    "write postgresql://user:password@host:5432/database; quote special characters",
-                ) from None
+            if wrong := fault(getattr(self, name) or ""):
+                raise SettingsError(f"{ENVIRONMENT[name]} {wrong[0]}", wrong[1])
         if not 3 <= self.pool <= 1002:
             raise SettingsError(
                 f"a pool of {self.pool} is out of bounds: at most pool - 2 jobs run at once, as one"
