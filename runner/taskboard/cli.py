@@ -145,7 +145,8 @@ def make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     sub.add_argument(
         "--dev", action="store_true",
-        help="use an SMTP and a Stripe server of our own, and print each mail and charge",
+        help="print each mail and charge instead of sending it; their jobs are completed: only for"
+        " a database of your own",
     )  # fmt: skip
     sub.add_argument("--log-json", "--json", action="store_true", help="log JSON, an object a line")
     sub.add_argument(
@@ -271,7 +272,7 @@ def run(arguments: argparse.Namespace) -> int:
         return OK
     options: dict[str, Any] = {
         name: getattr(arguments, name)
-        for name in ("pool", "concurrency", "lease", "worker", "until_empty", "log_json")
+        for name in ("pool", "concurrency", "lease", "worker", "until_empty", "log_json", "dev")
     } | {"listen": not arguments.no_listen}
     for name in ("queues", "kinds"):
         options[name] = tuple(getattr(arguments, name) or ()) or None
@@ -411,13 +412,22 @@ def database(settings: Settings, *, migrated: bool = True) -> Iterator[Settings]
 
 @contextmanager
 def dev_servers() -> Iterator[dict[str, str]]:
-    """Run SMTP and Stripe servers of ours in a thread; answer the settings that lead there."""
+    """Run SMTP and Stripe servers of ours in a thread; answer the settings that lead there.
+
+    Raises SettingsError where the environment names real ones.
+    """
     import asyncio
     from contextlib import AsyncExitStack
     from threading import Thread
 
     from taskboard.dev.smtp import DevSmtp, Envelope
     from taskboard.dev.stripe import Call, DevStripe
+    from taskboard.settings import SettingsError
+
+    for name in ("TASKBOARD_SMTP_URL", "STRIPE_API_KEY"):
+        if os.environ.get(name):
+            what = f"--dev sends nothing, and {name} is set"
+            raise SettingsError(what, "unset it, or leave out --dev")
 
     def show_mail(mail: Envelope) -> None:
         print(f"mail to {', '.join(mail.recipients)}: {mail.message['Subject']}", flush=True)

@@ -123,15 +123,21 @@ async def introduce(
         raise SettingsError(
             f"the database has taskboard {installed}, this runner is {own}", HINTS["version"]
         )
+    place = _place_of(link)
     # Whether there is somebody to hear a notification; a pooler passes none on.
     pooled = await _answer(link.call(db.is_pooled), False)
     listens = settings.listen and (not pooled or bool(settings.listen_url))
     log.info(
-        "taskboard %s: worker %s, queues %s, %d slots, at most %d connections%s, %s",
-        own, settings.worker, ", ".join(settings.queues) or "all", settings.slots,
+        "taskboard %s: worker %s, %s, queues %s, %d slots, at most %d connections%s, %s",
+        own, settings.worker, place, ", ".join(settings.queues) or "all", settings.slots,
         settings.pool + settings.listen, " through a pooler" if pooled else "",
         "listening" if listens else "polling only",
     )  # fmt: skip
+    if settings.dev:
+        log.warning(
+            "--dev: mails and charges of %s are printed, not sent, and their jobs end as completed",
+            place,
+        )
     waiting = dict(await _answer(link.call(db.count_ready, list(settings.queues) or None), []))
     reasons = dict.fromkeys(waiting, "no handler here")
     reasons |= {kind: f"off ({reason})" for kind, reason in off.items()}
@@ -140,6 +146,12 @@ async def introduce(
         count = waiting.get(kind, 0)
         jobs = f", {count} job{'s' * (count > 1)} waiting" if count else ""
         log.info("%s: %s%s", kind, reason, jobs)
+
+
+def _place_of(link: Link) -> str:
+    """Name the database that we have come to."""
+    info = link.conn and link.conn.info
+    return f"database {info.dbname} at {info.host}" if info else "a database"
 
 
 async def _answer(call: Awaitable[T], otherwise: T) -> T:

@@ -55,6 +55,7 @@ class Settings:
     worker: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")
     until_empty: bool = False
     log_json: bool = False
+    dev: bool = False  # mails and charges go to servers of our own
 
     @classmethod
     def load(cls, environ: Mapping[str, str] = os.environ, **arguments: Any) -> Self:

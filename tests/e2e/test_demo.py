@@ -170,7 +170,6 @@ def test_a_worker_with_servers_of_its_own_needs_no_configuration(dsn: str, db: C
         env=os.environ | PYTHON | {
             "TASKBOARD_DATABASE_URL": dsn,
             "HTTP_PROXY": "http://127.0.0.1:9",  # which could not find them
-            "STRIPE_API_KEY": "sk_live_x",  # which is not used
         },
         capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip

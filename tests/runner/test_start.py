@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import enqueue, state
 
+from support import Connection
 from taskboard.cli import main
 from taskboard.settings import Settings, SettingsError
 
@@ -66,3 +68,31 @@ def test_an_address_that_cannot_work_is_refused_and_not_shown(url: str) -> None:
 )  # fmt: skip
 def test_an_address_that_can_work_is_left_to_libpq(url: str) -> None:
     assert Settings.load({"TASKBOARD_DATABASE_URL": url}).database_url == url
+
+
+# --dev.
+
+
+@pytest.mark.parametrize("name", ["TASKBOARD_SMTP_URL", "STRIPE_API_KEY"])
+def test_dev_beside_a_real_server_or_key_is_refused_and_no_job_is_touched(
+    name: str, dsn: str, db: Connection
+) -> None:
+    job = enqueue(db, "email", {"to": "ann@example.com"})
+    given = {"TASKBOARD_DATABASE_URL": dsn, name: "smtp://mail.example.com"}
+    run = taskboard("run", "--dev", "--until-empty", **given)
+    assert run.returncode == 2 and run.stdout == ""
+    assert run.stderr == (
+        f"taskboard: --dev sends nothing, and {name} is set\nhint: unset it, or leave out --dev\n"
+    )
+    assert state(db, job)["state"] == "ready"
+
+
+def test_dev_says_in_the_log_whose_jobs_end_without_being_sent(dsn: str, db: Connection) -> None:
+    run = taskboard("run", "--dev", "--until-empty", TASKBOARD_DATABASE_URL=dsn)
+    assert run.returncode == 0, run.stderr
+    said = (
+        f"WARNING --dev: mails and charges of database {db.info.dbname} at {db.info.host} are"
+        " printed, not sent, and their jobs end as completed\n"
+    )
+    assert said in run.stderr
+    assert f", database {db.info.dbname} at {db.info.host}, queues all, " in run.stderr
