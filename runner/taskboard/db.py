@@ -17,6 +17,11 @@ from taskboard.job import Effect, Failed, Job, Renewed
 
 LEASE_LOST = "TB001"  # raised by require_lease
 version = one("select taskboard.version()", str)
+may_claim = one(
+    "select has_function_privilege('taskboard.claim(text[], text[], integer, interval, text)',"
+    " 'execute') from taskboard.version()",
+    bool,
+)
 _backend_pid = one("select pg_backend_pid() from taskboard.version()", int)
 listen = one("select taskboard.listen(%s)", bool)  # False: no mark yet, call again soon
 unlisten = one("select taskboard.unlisten()", bool)

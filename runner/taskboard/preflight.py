@@ -29,7 +29,6 @@ HINTS = {
     "version": "`taskboard migrate` upgrades the database; or run the matching release",
     "3F000": "the schema is not installed here: run `taskboard migrate`",
     "42883": "the functions are not installed here: run `taskboard migrate`",
-    "42501": "grant taskboard_worker to the user that the runner logs in as",
 }
 
 
@@ -115,6 +114,8 @@ async def introduce(
                 hint = HINTS["startup" if "startup parameter" in str(exc) else "login"]
                 raise SettingsError(f"cannot log in: {exc}", hint) from None
             await asyncio.sleep(link.delay)
+        except psycopg.errors.InsufficientPrivilege as exc:
+            raise not_allowed(link, f"cannot use the database: {one_line(exc)}") from None
         except psycopg.Error as exc:
             hint = HINTS.get(exc.sqlstate or "", "see the server's log")
             raise SettingsError(f"cannot use the database: {one_line(exc)}", hint) from None
@@ -123,6 +124,8 @@ async def introduce(
         raise SettingsError(
             f"the database has taskboard {installed}, this runner is {own}", HINTS["version"]
         )
+    if not await _answer(link.call(db.may_claim), True):
+        raise not_allowed(link, "this login may not claim")
     place = _place_of(link)
     # Whether there is somebody to hear a notification; a pooler passes none on.
     pooled = await _answer(link.call(db.is_pooled), False)
@@ -146,6 +149,12 @@ async def introduce(
         count = waiting.get(kind, 0)
         jobs = f", {count} job{'s' * (count > 1)} waiting" if count else ""
         log.info("%s: %s%s", kind, reason, jobs)
+
+
+def not_allowed(link: Link, what: str) -> SettingsError:
+    """Make the error of a login that lacks the rights of a worker."""
+    login = link.conn.info.user if link.conn else "the login of the runner"
+    return SettingsError(what, f'grant taskboard_worker to "{login}"')
 
 
 def _place_of(link: Link) -> str:

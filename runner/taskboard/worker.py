@@ -17,14 +17,16 @@ from functools import partial
 from typing import Any
 from uuid import UUID
 
+from psycopg.errors import InsufficientPrivilege
+
 from taskboard import attempts, db, schedules
 from taskboard.attempts import STOPPING, Attempt, is_async
-from taskboard.connections import Link, Weather, borrow, connect, handler_pool, keep_on
+from taskboard.connections import Link, Weather, borrow, connect, handler_pool, keep_on, one_line
 from taskboard.handlers import Handler
 from taskboard.job import Ending, Job
 from taskboard.leases import Lease, Renewer, now
-from taskboard.preflight import introduce
-from taskboard.settings import Settings
+from taskboard.preflight import introduce, not_allowed
+from taskboard.settings import Settings, SettingsError
 from taskboard.settle import Settler
 from taskboard.slots import Slots
 from taskboard.wake import Wake
@@ -91,9 +93,12 @@ class Worker:
             self.stop()
             for task in monitored:  # without one of them the runner would be alive but deaf
                 if task.done() and (exc := task.exception()):
-                    log.error("unexpected end of %s", task.get_coro(), exc_info=exc)
                     self.code = BROKEN
+                    if not isinstance(exc, SettingsError):
+                        log.error("unexpected end of %s", task.get_coro(), exc_info=exc)
             await self._drain(claiming, self.settings.grace)
+            if isinstance(exc := claiming.exception(), SettingsError) and self.code != STUCK:
+                raise exc
         except asyncio.CancelledError:
             self.stop()
             await self._drain(claiming, 0)
@@ -140,6 +145,8 @@ class Worker:
             except Weather:
                 await self._rest(self.control.delay)
                 continue
+            except InsufficientPrivilege as exc:
+                raise not_allowed(self.control, f"cannot claim: {one_line(exc)}") from None
             self.wake.sleeping(self.slots.idles(len(claimed), free))
             if claimed:
                 self._start(claimed, sent_at)

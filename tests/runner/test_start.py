@@ -5,17 +5,24 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 import pytest
-from harness import enqueue, state
+from harness import Context, drain, enqueue, state
+from psycopg.conninfo import make_conninfo
 
-from support import Connection
+from support import Connection, wait_for
 from taskboard.cli import main
 from taskboard.settings import Settings, SettingsError
 
 PYTHON = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 PATIENCE = 40.0  # seconds, on a machine that has much else to do
+
+
+async def noop(ctx: Context) -> None:
+    pass
 
 
 def taskboard(
@@ -96,3 +103,49 @@ def test_dev_says_in_the_log_whose_jobs_end_without_being_sent(dsn: str, db: Con
     )
     assert said in run.stderr
     assert f", database {db.info.dbname} at {db.info.host}, queues all, " in run.stderr
+
+
+# Rights.
+
+
+@pytest.fixture
+def login(db: Connection) -> Iterator[str]:
+    """A login without any right; roles belong to the whole server, so its name is its own."""
+    name = f"login_{os.getpid()}_{db.info.dbname}"
+    db.execute(f"create role {name} login".encode())
+    yield name
+    db.execute(f"drop role {name}".encode())
+
+
+@pytest.mark.parametrize("role", ["", "taskboard_producer"])
+def test_a_login_that_may_not_claim_is_refused_at_the_start(
+    role: str, login: str, dsn: str, db: Connection
+) -> None:
+    if role:
+        db.execute(f"grant {role} to {login}".encode())
+    with pytest.raises(SettingsError, match=r"permission denied|may not claim") as caught:
+        drain(make_conninfo(dsn, user=login), {"k": noop})
+    assert caught.value.hint == f'grant taskboard_worker to "{login}"'
+
+
+def test_a_login_that_loses_the_right_to_claim_ends_its_runner_after_its_jobs(
+    login: str, dsn: str, db: Connection, tmp_path: Path
+) -> None:
+    db.execute(f"grant taskboard_worker to {login}".encode())
+    enqueue(db, "nap", {"seconds": 1})
+    evidence = tmp_path / "evidence"
+    given = {"TASKBOARD_DATABASE_URL": make_conninfo(dsn, user=login), "EVIDENCE": str(evidence)}
+    with Popen(
+        [sys.executable, "-m", "taskboard", "run", "harness", "--poll", "200ms"], stderr=PIPE,
+        env=os.environ | PYTHON | given, text=True,
+    ) as runner:  # fmt: skip
+        try:
+            wait_for(evidence.exists, what="the job to begin")
+            db.execute(f"revoke taskboard_worker from {login}".encode())
+            said = runner.communicate(timeout=PATIENCE)[1]
+        finally:
+            runner.kill()
+    assert (runner.returncode, evidence.read_text()) == (2, "1 began\n1 ended\n")
+    assert "Traceback" not in said
+    assert "taskboard: cannot claim: permission denied for " in said
+    assert f'hint: grant taskboard_worker to "{login}"\n' in said

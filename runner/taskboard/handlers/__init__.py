@@ -6,25 +6,11 @@ What it returns is stored as the job's result. To end otherwise it raises one of
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from taskboard.context import Context, ThreadContext
 from taskboard.job import Effect, Held, Job, LeaseLost, Outcome, Permanent, Release, Retry
+from taskboard.mark import Handler, handler
 
 __all__ = [
     "Context", "Effect", "Handler", "Held", "Job", "LeaseLost", "Outcome", "Permanent", "Release",
     "Retry", "ThreadContext", "handler",
 ]  # fmt: skip
-
-Handler = Callable[[Any], Any]  # of a Context
-
-
-def handler(kind: str) -> Callable[[Handler], Handler]:
-    """Mark a function as the handler of `kind`, in a module named to `taskboard run`."""
-
-    def mark(function: Handler) -> Handler:
-        function.taskboard_kind = kind  # type: ignore[attr-defined]
-        return function
-
-    return mark
