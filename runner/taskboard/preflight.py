@@ -49,8 +49,10 @@ def find_handlers(
             server = MailSettings.from_url(settings.smtp_url, settings.mail_from)
             found["email"] = email_handler(server)
         else:
-            missing = "TASKBOARD_MAIL_FROM" if settings.smtp_url else "TASKBOARD_SMTP_URL"
-            off["email"] = f"set {missing}"
+            given = {
+                "TASKBOARD_SMTP_URL": settings.smtp_url, "TASKBOARD_MAIL_FROM": settings.mail_from
+            }  # fmt: skip
+            off["email"] = f"set {' and '.join(name for name in given if not given[name])}"
         if settings.stripe_api_key:
             from taskboard.handlers.stripe import stripe_handler
             from taskboard.stripe_calls import StripeSettings

@@ -15,6 +15,7 @@ from psycopg.conninfo import make_conninfo
 
 from support import Connection, wait_for
 from taskboard.cli import main
+from taskboard.preflight import find_handlers
 from taskboard.settings import Settings, SettingsError
 
 PYTHON = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -149,3 +150,22 @@ def test_a_login_that_loses_the_right_to_claim_ends_its_runner_after_its_jobs(
     assert "Traceback" not in said
     assert "taskboard: cannot claim: permission denied for " in said
     assert f'hint: grant taskboard_worker to "{login}"\n' in said
+
+
+# Handlers.
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ({}, "TASKBOARD_SMTP_URL and TASKBOARD_MAIL_FROM"),
+        ({"smtp_url": "smtp://127.0.0.1"}, "TASKBOARD_MAIL_FROM"),
+        ({"mail_from": "ann@example.com"}, "TASKBOARD_SMTP_URL"),
+    ],
+    ids=["both", "senders", "server"],
+)
+def test_mail_that_is_not_configured_names_all_that_is_missing(
+    given: dict[str, str], missing: str
+) -> None:
+    found, off = find_handlers(Settings(**given), [])
+    assert (found, off["email"]) == ({}, f"set {missing}")
