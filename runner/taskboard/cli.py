@@ -137,7 +137,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--poll", type=duration, metavar="DURATION",
         help="look for jobs this often (5s, or 1s without LISTEN)",
     )  # fmt: skip
-    sub.add_argument("--no-listen", action="store_true", help="poll only, say behind a pooler")
+    sub.add_argument(
+        "--no-listen", action="store_true", help="poll only, for example behind a pooler"
+    )
     sub.add_argument("--worker", metavar="NAME", help="this runner's name (host and process id)")
     sub.add_argument(
         "--until-empty", action="store_true",

@@ -32,7 +32,7 @@ try:
     from prometheus_client.registry import Collector
 except ModuleNotFoundError:
     raise SettingsError(
-        "--metrics needs prometheus_client", "pip install 'pg-taskboard[metrics]'"
+        "--metrics needs prometheus_client", "pip install 'PATH[metrics]', PATH being the checkout"
     ) from None
 
 log = logging.getLogger(__name__)

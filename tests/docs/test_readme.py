@@ -77,3 +77,27 @@ def test_the_readme_is_short_and_its_table_names_every_function(db: object) -> N
         ROOT / "sql/90_grants.sql").read_text(), re.M)  # fmt: skip
     missing = [name for name in granted if f"`{name}" not in readme and f"{name}(" not in readme]
     assert missing == []
+
+
+def test_the_recipes_for_ones_own_transaction_enqueue_and_answer_in_columns(
+    db: Connection,
+) -> None:
+    readme = (ROOT / "README.md").read_text()
+    found = re.findall(r"^\| (psycopg|SQLAlchemy|Django|Node \(pg\)) \| `(.*)` \|$", readme, re.M)
+    recipes = dict(found)
+    assert len(recipes) == 4
+    for recipe in recipes.values():
+        assert "select job_id, created from taskboard.enqueue('email', " in recipe
+    names = {"conn": db, "mail": {"to": "ann@example.com"}}
+    exec(recipes["psycopg"], names)
+    assert names["created"] is True
+
+
+def test_the_page_says_what_a_newcomer_stumbles_over() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for words in (
+        "`. .venv/bin/activate`", "Stop any `taskboard run` first", "`?starttls=off`",
+        "grant the runner's login what its handlers touch", "](sql/README.md#words)",
+    ):  # fmt: skip
+        assert words in readme
+    assert "one knob" not in readme

@@ -27,6 +27,6 @@ def run(verb: Verb, arguments: argparse.Namespace) -> int:
         from taskboard.console.board.serve import serve
     except ModuleNotFoundError as exc:
         raise SettingsError(
-            f"the board needs {exc.name}", "pip install 'pg-taskboard[board]'"
+            f"the board needs {exc.name}", "pip install 'PATH[board]', PATH being the checkout"
         ) from None
     return serve(arguments)
