@@ -67,6 +67,8 @@ def find_handlers(
     own: dict[str, Handler] = {}
     sys.path.insert(0, os.getcwd())
     for name in modules:
+        if (better := _dotted(name)) != name:
+            raise SettingsError(f"there is no module {name}", f"write taskboard run {better}")
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as exc:
@@ -76,13 +78,21 @@ def find_handlers(
                 f"{name} cannot be imported: {_place(exc)}: {type(exc).__name__}: {one_line(exc)}",
                 f"python -c 'import {name}' shows the whole way there",
             ) from None
-        for handler in vars(module).values():
-            kind = getattr(handler, "taskboard_kind", None)
-            if isinstance(kind, str) and callable(handler):
-                if own.setdefault(kind, handler) is not handler:
-                    raise SettingsError(f"two handlers for {kind}", "give each a kind of its own")
-                off.pop(kind, None)
+        marked = [(getattr(each, "taskboard_kind", None), each) for each in vars(module).values()]
+        kinds = [(kind, each) for kind, each in marked if isinstance(kind, str) and callable(each)]
+        if not kinds:
+            raise SettingsError(f"{name} has no handler", 'put @handler("kind") above a function')
+        for kind, handler in kinds:
+            if own.setdefault(kind, handler) is not handler:
+                raise SettingsError(f"two handlers for {kind}", "give each a kind of its own")
+            off.pop(kind, None)
     return found | own, off
+
+
+def _dotted(name: str) -> str:
+    """Write what names a file here, or a function in one, as its module's name."""
+    path = name.partition(":")[0].removesuffix(".py").removeprefix("./").rstrip("/")
+    return name if path.startswith((".", "/")) else path.replace("/", ".")
 
 
 def _missing(name: str, exc: ModuleNotFoundError) -> tuple[str, str]:
@@ -93,10 +103,12 @@ def _missing(name: str, exc: ModuleNotFoundError) -> tuple[str, str]:
 
 
 def _place(exc: Exception) -> str:
-    """Name file and line of what went wrong."""
+    """Name file and line of what went wrong, in the module rather than here."""
     if isinstance(exc, SyntaxError) and exc.filename:
         return f"{exc.filename} line {exc.lineno}"
-    last = traceback.extract_tb(exc.__traceback__)[-1]
+    ours, frames = os.path.dirname(__file__), traceback.extract_tb(exc.__traceback__)
+    theirs = [frame for frame in frames if os.path.dirname(frame.filename) != ours]
+    last = (theirs or frames)[-1]
     return f"{last.filename} line {last.lineno}"
 
 

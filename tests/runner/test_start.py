@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from subprocess import PIPE, Popen
 
@@ -15,6 +16,7 @@ from psycopg.conninfo import make_conninfo
 
 from support import Connection, wait_for
 from taskboard.cli import main
+from taskboard.handlers import handler
 from taskboard.preflight import find_handlers
 from taskboard.settings import Settings, SettingsError
 
@@ -169,3 +171,49 @@ def test_mail_that_is_not_configured_names_all_that_is_missing(
 ) -> None:
     found, off = find_handlers(Settings(**given), [])
     assert (found, off["email"]) == ({}, f"set {missing}")
+
+
+@pytest.mark.parametrize(
+    ("text", "told", "hint"),
+    [
+        ("def hello(ctx): ...", "{0} has no handler", 'put @handler("kind") above a function'),
+        ("@handler\ndef hello(ctx): ...", 'write @handler("kind")', "python -c 'import {0}'"),
+        ("@handler()\ndef hello(ctx): ...", "missing", "python -c 'import {0}'"),
+        ("@handler('hello')\ndef hello(): ...", "hello has to take one argument", "python -c"),
+    ],
+    ids=["none", "bare", "empty", "no parameter"],
+)
+def test_a_module_whose_handler_is_not_marked_as_one_is_told_how(
+    text: str, told: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"marked_{abs(hash(text))}"
+    file = tmp_path / f"{name}.py"
+    file.write_text(f"from taskboard.handlers import handler\n{text}\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingsError) as caught:
+        find_handlers(Settings(), [name])
+    assert told.format(name) in str(caught.value)
+    assert caught.value.hint.startswith(hint.format(name))
+    if "cannot be imported" in str(caught.value):
+        assert f"{file} line 2" in str(caught.value)  # not of ours
+
+
+def test_a_class_or_partial_is_a_handler_too() -> None:
+    class Hello:
+        def __call__(self, ctx: Context) -> None: ...
+
+    for function in (Hello(), partial(lambda word, ctx: None, "hi"), lambda *words: None):
+        assert handler("hello")(function) is function
+
+
+@pytest.mark.parametrize(
+    ("given", "better"),
+    [
+        ("hello.py", "hello"), ("./hello.py", "hello"), ("hello:hello", "hello"),
+        ("shop/hello", "shop.hello"), ("./shop/hello.py", "shop.hello"), ("shop/", "shop"),
+    ],
+)  # fmt: skip
+def test_a_module_named_like_a_file_is_told_how_to_write_it(given: str, better: str) -> None:
+    with pytest.raises(SettingsError, match="there is no module") as caught:
+        find_handlers(Settings(), [given])
+    assert caught.value.hint == f"write taskboard run {better}"
