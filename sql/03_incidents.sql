@@ -28,7 +28,7 @@ begin
   if v_queue is null and note_incident.job_id is not null then
     select l.queue, l.kind into v_queue, v_kind
     from taskboard.jobs as j
-    join taskboard.lanes as l on l.id = j.lane_id
+    join taskboard.lanes as l on l.id = j.lane_id + 0
     where j.id = note_incident.job_id;
     if not found then
       select h.queue, h.kind into v_queue, v_kind

@@ -222,7 +222,7 @@ begin
   end if;
   select j.id, j.serial_no, l.queue into v_next
   from taskboard.jobs as j
-  join taskboard.lanes as l on l.id = j.lane_id
+  join taskboard.lanes as l on l.id = j.lane_id + 0
   where j.serial_key = hand_over.key and j.waits_for = 'turn' and j.serial_no > v_turn_no
   order by j.serial_no
   limit 1;

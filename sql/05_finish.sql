@@ -15,7 +15,7 @@ begin
   with gone as (
     delete from taskboard.jobs as j
     using taskboard.lanes as l
-    where j.id = finish.job_id and l.id = j.lane_id
+    where j.id = finish.job_id and l.id = j.lane_id + 0
     returning j.*, l.queue, l.kind, l.priority, l.keeps
   )
   insert into taskboard.history as h (
@@ -76,7 +76,7 @@ begin
   perform taskboard.note_incident(
     'job_held', hold.job_id, l.queue, l.kind, detail => format('%s: %s', hold.step, hold.why))
   from taskboard.jobs as j
-  join taskboard.lanes as l on l.id = j.lane_id
+  join taskboard.lanes as l on l.id = j.lane_id + 0
   where j.id = hold.job_id;
 end
 $$;
@@ -160,7 +160,7 @@ begin
         and (p.lost_leases + 1 >= coalesce(p.max_lost_leases, v_most)
           or p.cancel_requested_at is not null)
       for update skip locked) as j
-    join taskboard.lanes as l on l.id = j.lane_id
+    join taskboard.lanes as l on l.id = j.lane_id + 0
   loop
     if v_job.serial_key is not null then
       -- The key comes before the job; here the job is locked already, so never wait.

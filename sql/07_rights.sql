@@ -62,7 +62,7 @@ begin
   end if;
   return exists (
     select from taskboard.jobs as j
-    join taskboard.lanes as l on l.id = j.lane_id
+    join taskboard.lanes as l on l.id = j.lane_id + 0
     where j.id = may_see.job_id and taskboard.may_use(l.queue))
   or exists (
     select from taskboard.history as h
@@ -82,7 +82,7 @@ as $$
 begin
   if exists (
     select from taskboard.jobs as j
-    join taskboard.lanes as l on l.id = j.lane_id
+    join taskboard.lanes as l on l.id = j.lane_id + 0
     where j.id = check_holder.job_id and not taskboard.may_use(l.queue))
   or exists (
     select from taskboard.history as h
@@ -116,6 +116,25 @@ comment on function taskboard.own_tokens(uuid[], uuid[]) is
 $$Replace tokens of jobs in queues that the caller may not use (internal).
 The new ones are nobody's.$$;
 
+create or replace function taskboard.note_rights()
+returns void
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  -- Lock, then look, in two statements, and written even when nothing changes: as in note_queues.
+  perform from taskboard.settings as s where s.one_row for update;
+  update taskboard.settings as s
+  set queue_rights = exists (select from taskboard.queue_rights)
+  where s.one_row;
+end
+$$;
+
+comment on function taskboard.note_rights() is
+$$Note in the settings whether some role is limited to queues (internal).
+Called after each change of a right, so that nobody else need look at the rights.$$;
+
 create or replace function taskboard.allow_queue(role_name text, queue text)
 returns void
 language plpgsql
@@ -133,7 +152,7 @@ begin
   insert into taskboard.queue_rights (role, queue)
   values (to_regrole(quote_ident(allow_queue.role_name)), allow_queue.queue)
   on conflict do nothing;
-  update taskboard.settings as s set queue_rights = true where not s.queue_rights;
+  perform taskboard.note_rights();
 end
 $$;
 
@@ -154,8 +173,7 @@ begin
   delete from taskboard.queue_rights as r
   where r.role = to_regrole(quote_ident(disallow_queue.role_name))
     and r.queue = disallow_queue.queue;
-  update taskboard.settings as s
-  set queue_rights = exists (select from taskboard.queue_rights);
+  perform taskboard.note_rights();
 end
 $$;
 

@@ -99,7 +99,7 @@ begin
   set claimable_at = v_now + coalesce(v_lease, j.lease_granted),
     lease_granted = coalesce(v_lease, j.lease_granted)
   where j.id = any (v_locked)
-    and j.claimable_at > v_now
+    and (j.claimable_at > v_now) is true
     and j.claimed_at + coalesce(j.timeout, v_set.timeout) > v_now
   returning j.id, j.claimable_at, j.cancel_requested_at is not null, 'renewed'::text;
   get diagnostics v_renewed = row_count;

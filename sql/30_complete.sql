@@ -24,8 +24,10 @@ begin
     using taskboard.lanes as l, taskboard.settings as s
     -- The fence: only the current token may write. No clock: a late completion that nobody has
     -- overtaken is accepted, because the work is done.
+    -- "+ 0", here and wherever a job is found by its id: where the table looks empty the planner
+    -- would begin with its lane, and go on reading the whole claim index when there are a million.
     where j.id = complete.job_id and j.lease_token = complete.lease_token
-      and l.id = j.lane_id
+      and l.id = j.lane_id + 0
       and (not s.queue_rights or taskboard.may_use(l.queue))
       and (j.serial_key is null or taskboard.take_job_lock(j.serial_key, j.id))
     returning j.id, j.attempt, l.priority, j.failures, j.lost_leases, j.max_attempts,
@@ -105,8 +107,9 @@ declare
   v_finished_at timestamptz[];
 begin
   select s.claim_jobs, s.payload_bytes, s.queue_rights,
-    -- A job that has a serial key was committed together with its key.
-    exists (select from taskboard.serial_keys as k where k.key >= '') as serial
+    -- By the size, since nobody may read all keys that are gone: a table without a row has none
+    -- (a vacuum saw to that), and a job that has a key was committed together with it.
+    pg_relation_size('taskboard.serial_keys') > 0 as serial
   into v_set
   from taskboard.settings as s
   where s.one_row;
@@ -126,7 +129,7 @@ begin
   end if;
 
   -- Serial keys in order, then rows in id order: two batches cannot block each other. No other way
-  -- to join, so that each job is found by its id, whatever the planner thinks.
+  -- to join, and an array of one, so that each job is found by its id, whatever the planner thinks.
   if v_set.serial then
     perform taskboard.take_turn_locks(complete_many.job_ids, v_tokens);
   end if;
@@ -137,7 +140,7 @@ begin
       from unnest(complete_many.job_ids, v_tokens, complete_many.results) as w (id, token, result)
       order by w.id) as w,
       taskboard.lanes as l
-    where j.id = w.id and j.lease_token = w.token and l.id = j.lane_id
+    where j.id = any (array[w.id]) and j.lease_token = w.token and l.id = j.lane_id + 0
     returning j.id, j.attempt, l.priority, j.failures, j.lost_leases, j.max_attempts,
       j.max_lost_leases, j.lease_token, j.run_at, j.created_at, j.claimed_at, j.lease, j.timeout,
       l.queue, l.kind, j.on_unknown, j.leased_by, j.unique_key, j.serial_key, j.headers, j.payload,

@@ -33,7 +33,7 @@ begin
 
   select j.failures, j.max_attempts, j.cancel_requested_at, j.cancel_reason, l.queue into v_job
   from taskboard.jobs as j
-  join taskboard.lanes as l on l.id = j.lane_id
+  join taskboard.lanes as l on l.id = j.lane_id + 0
   where j.id = fail.job_id and j.lease_token = fail.lease_token
     and (j.serial_key is null or taskboard.take_job_lock(j.serial_key, j.id))
   for update of j;

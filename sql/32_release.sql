@@ -23,7 +23,7 @@ begin
 
   select j.cancel_requested_at, j.cancel_reason, l.queue into v_job
   from taskboard.jobs as j
-  join taskboard.lanes as l on l.id = j.lane_id
+  join taskboard.lanes as l on l.id = j.lane_id + 0
   where j.id = release.job_id and j.lease_token = release.lease_token
     and (j.serial_key is null or taskboard.take_job_lock(j.serial_key, j.id))
   for update of j;

@@ -30,7 +30,7 @@ begin
     set cancel_requested_at = coalesce(j.cancel_requested_at, clock_timestamp()),
       cancel_reason = coalesce(j.cancel_reason, v_reason)
     where j.id = cancel.job_id and j.lease_token is not null and not cancel.force
-      and j.claimable_at > v_now
+      and (j.claimable_at > v_now) is true
     returning j.lane_id, j.leased_by, j.cancel_requested_at < v_now as repeated into v_job;
     if found then
       v_state := 'running';

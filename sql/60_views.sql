@@ -12,7 +12,7 @@ select l.queue, l.kind, l.priority::integer as priority,
   end as state,
   j.* -- last, so that a new column of jobs can be added
 from taskboard.jobs as j
-join taskboard.lanes as l on l.id = j.lane_id;
+join taskboard.lanes as l on l.id = j.lane_id + 0;
 
 comment on view taskboard.live_jobs is
 $$Live jobs with their state, derived from their dates, their token and the clock (internal).

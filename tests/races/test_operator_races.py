@@ -246,6 +246,18 @@ def test_pause_does_not_wait_for_work_and_work_does_not_wait_for_a_pause(named: 
     assert a.call("claim") == []
 
 
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_right_given_while_the_last_one_is_taken_limits_its_role(named: Named, end: str) -> None:
+    a, b = named("A"), named("B")
+    a.call("allow_queue", role_name="taskboard_worker", queue="first")
+    a.begin()
+    a.call("disallow_queue", role_name="taskboard_worker", queue="first")
+    giving = b.start("allow_queue", role_name="taskboard_producer", queue="second").blocks()
+    a.end(end)
+    giving.rows()
+    assert a.sql("select queue_rights from taskboard.settings") == [(True,)]
+
+
 @pytest.mark.parametrize("verb", ["cancel", "retry"])
 def test_job_that_nobody_knows_is_TB002(named: Named, verb: str) -> None:
     a = named("A")
