@@ -19,11 +19,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import taskboard
 
 if TYPE_CHECKING:
+    from psycopg import Error
+
     from taskboard.settings import Settings
 
 OK, FAILED, USAGE = 0, 1, 2
 UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
 DURATION = re.compile(r"(\d+(?:\.\d*)?)(ms|s|m|h|d)?")
+NO_CONNECTION = re.compile("connection (failed|is bad|timeout)|failed to resolve|could not transl")
+NO_CONNECTION_HINT = (
+    "check host, user, password and database in TASKBOARD_DATABASE_URL, or the PG* variables, and"
+    " whether the server runs"
+)
+PRODUCER = 'grant taskboard_producer to "{user}"'
 MAIL = """'{"to": "ann@example.com", "subject": "Hello", "text": "Hi"}'"""
 
 ENVIRONMENT = """\
@@ -51,7 +59,21 @@ examples:
 
 
 class UsageError(Exception):
-    """What was asked cannot be done like that."""
+    """What was asked cannot be done like that; `hint` says how it can."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class Refused(UsageError):
+    """This login may not do what was asked."""
+
+    def __init__(self, exc: Error, rights: str, user: str) -> None:
+        super().__init__(
+            exc.diag.message_primary or str(exc),
+            exc.diag.message_hint or rights.format(user=user),
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -347,7 +369,7 @@ def enqueue(arguments: argparse.Namespace) -> int:
         return OK
     # As parameters: the server logs the text of a statement that fails.
     named = ", ".join(f"{name} => %({name})s" for name in given)
-    with connection("taskboard enqueue") as conn:
+    with connection("taskboard enqueue", PRODUCER) as conn:
         [row] = conn.execute(f"select * from taskboard.enqueue({named})".encode(), given)
     job_id, created = row["job_id"], row["created"]
     if arguments.json:
@@ -496,8 +518,10 @@ def explain(exc: Exception) -> int:
         code = USAGE if state.startswith("22") else FAILED
     elif isinstance(exc, UnicodeError):
         message, hint, code = f"not UTF-8: {exc}", "check arguments, environment and input", USAGE
-    elif isinstance(exc, UsageError | SettingsError):
+    elif isinstance(exc, UsageError | SettingsError) and not isinstance(exc, Refused):
         code = USAGE
+    if not hint and NO_CONNECTION.match(message):
+        hint = NO_CONNECTION_HINT
     print(f"taskboard: {message}", file=sys.stderr)
     if hint:
         print(f"hint: {hint}", file=sys.stderr)

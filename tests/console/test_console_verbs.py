@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import re
 import subprocess
 import sys
@@ -11,10 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+from psycopg.conninfo import make_conninfo
 from psycopg.rows import dict_row
 
 from console.conftest import Console, Standing
-from support import Connection, rows
+from support import Connection, rows, session
 from taskboard.console import verb
 from taskboard.console.verbs import VERBS
 from taskboard.localpg import binaries
@@ -69,7 +71,7 @@ def test_commands_run_the_sql_that_they_show(
     conn = connect(dsn=dsn, row_factory=dict_row)
 
     @contextmanager
-    def undone(name: str) -> Iterator[Connection]:
+    def undone(name: str, rights: str) -> Iterator[Connection]:
         conn.execute("begin")
         yield conn
         conn.execute("rollback")
@@ -226,6 +228,36 @@ def test_who_may_not_is_told_which_role_would(
     assert "permission denied" in said.err and "hint: grant taskboard_operator to" in said.err
 
 
+DENIED = [
+    "pause", "pause mails --json", "resume", "resume --json", "pause --schedule report",
+    "limit mails --running 3", "configure history 30~days", "unschedule report", "evict w1",
+    "retry --failed", "cancel READY RUNNING", "schedule x 0~0~*~*~* mail", "prune", "enqueue mail",
+    "enqueue mail - --lines", "upcoming", "upcoming --json", "uninstall --yes",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", DENIED)
+def test_a_login_without_rights_is_told_who_may(
+    command: str, standing: Standing, console: Console
+) -> None:
+    dsn, jobs = standing
+    name = f"console_stranger_{os.getpid()}"
+    with session(dsn) as db:
+        db.execute(f"create role {name} login password 'secret'")
+        try:
+            stranger = make_conninfo(dsn, user=name, password="secret")
+            said = console(*words(command, jobs), stdin=b"{}", TASKBOARD_DATABASE_URL=stranger)
+        finally:
+            db.execute(f"drop role {name}")
+    role = {"enqueue": "producer", "upcoming": "observer"}.get(command.split()[0], "operator")
+    hint = f'grant taskboard_{role} to "{name}"'
+    if command.startswith("uninstall"):
+        hint = "only the owner of the schema taskboard"
+    assert said.code == 1 and said.out in ("", "0 jobs enqueued\n")
+    assert re.match(r"taskboard: (permission denied|must be owner)", said.err)
+    assert f"\nhint: {hint}" in said.err
+
+
 def test_a_database_without_taskboard_is_told_from_one_that_is_away(
     empty_dsn: str, console: Console
 ) -> None:
@@ -233,6 +265,12 @@ def test_a_database_without_taskboard_is_told_from_one_that_is_away(
     assert (said.code, "hint: run: taskboard migrate" in said.err) == (1, True)
     said = console("jobs", TASKBOARD_DATABASE_URL="postgresql://ann@127.0.0.1:1/shop")
     assert said.code == 1 and said.err.startswith("taskboard: connection failed")
+    assert "hint: check host, user, password and database in TASKBOARD_DATABASE_URL" in said.err
+    for command in ("migrate", "enqueue mail", "queues", "upcoming", "uninstall --yes"):
+        for change in ({"dbname": "nowhere"}, {"user": "nobody"}, {"host": "no.invalid"}):
+            wrong = make_conninfo(empty_dsn, **change)
+            said = console(*command.split(), TASKBOARD_DATABASE_URL=wrong)
+            assert said.code == 1 and "hint: check host, user, password" in said.err, said
     said = console("jobs", TASKBOARD_DATABASE_URL="postgresql://%zz")
     assert said.code == 2 and "hint: write postgresql://" in said.err
 

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import psycopg
 
-from taskboard.cli import OK, explain
+from taskboard.cli import OK, PRODUCER, Refused, explain
 from taskboard.connections import Connection, connect
 from taskboard.console.output import print_json
 from taskboard.console.verb import statement
@@ -123,7 +123,8 @@ def enqueue_lines(
                     rows = await _enqueue_many(conn, kind, documents, options)
                 except psycopg.Error as exc:
                     progress.close()
-                    code = explain(exc)
+                    denied = isinstance(exc, psycopg.errors.InsufficientPrivilege)
+                    code = explain(Refused(exc, PRODUCER, conn.info.user) if denied else exc)
                     print(_what_became(first, last, conn.closed), file=sys.stderr)
                     return code
                 progress.add(len(rows), sum(map(len, documents)) + last - first + 1)

@@ -126,7 +126,7 @@ class Function:
 
 def run(verb: Verb, arguments: argparse.Namespace) -> int:
     """Print the script for the proxy's database; return the exit code."""
-    with connection("taskboard shards") as conn:
+    with connection("taskboard shards", "log in as the owner of the schema taskboard") as conn:
         try:
             print(script(conn))
         except psycopg.errors.InvalidSchemaName:

@@ -52,7 +52,8 @@ def run(verb: Verb, arguments: argparse.Namespace) -> int:
         print("-- each role only if pg_shdepend has no row of it left:")
         print("\n".join(f"drop role if exists {role};" for role in ROLES), "commit;", sep="\n")
         return OK
-    with connection("taskboard uninstall", direct=True) as conn:
+    rights = "only the owner of the schema taskboard may drop it, or a superuser; {user} is neither"
+    with connection("taskboard uninstall", rights, direct=True) as conn:
         place = conn.info.dbname
         if not conn.execute("select from pg_namespace where nspname = 'taskboard'").rowcount:
             print(f"Taskboard is not installed in {place}", file=sys.stderr)

@@ -24,13 +24,13 @@ order by name"""
 
 
 def run(verb: Verb, arguments: argparse.Namespace) -> int:
-    """Show the next runs, soonest first; return the exit code. Raises psycopg.Error."""
+    """Show the next runs, soonest first; return the exit code. Raises Refused and psycopg.Error."""
     given = {} if arguments.name is None else {"name": arguments.name}
     text = statement(SCHEDULES.replace("{and_name}", " and name = {name}" * bool(given)), given)
     if arguments.show_sql:
         print(f"{text};")
         return OK
-    with connection("taskboard upcoming") as conn:
+    with connection("taskboard upcoming", f'grant {verb.role} to "{{user}}"') as conn:
         rows = fetch(conn, text)
     runs: list[dict[str, Any]] = []
     code = OK

@@ -14,7 +14,7 @@ from psycopg import sql
 from psycopg.rows import dict_row
 
 from taskboard import connections
-from taskboard.cli import FAILED, OK, database, explain
+from taskboard.cli import FAILED, OK, Refused, database, explain
 from taskboard.console.output import print_json, print_record, print_table
 from taskboard.console.verbs import Verb
 from taskboard.settings import Settings
@@ -34,7 +34,7 @@ def run(verb: Verb, arguments: argparse.Namespace) -> int:
         more = [statement(template, given) for template in (verb.more or {}).values()]
         print("\n".join(f"{text};" for text in statements + more))
         return OK
-    with connection(f"taskboard {verb.name}") as conn:
+    with connection(f"taskboard {verb.name}", f'grant {verb.role} to "{{user}}"') as conn:
         code, rows = _run_each(conn, verb, statements, items)
         if verb.more and rows:
             return _show_whole(conn, verb, rows[0], given, arguments.json)
@@ -53,16 +53,20 @@ def statement(template: str, given: dict[str, Any]) -> str:
 
 
 @contextmanager
-def connection(name: str, *, direct: bool = False) -> Iterator[Connection]:
-    """Connect to the database that is named, else to the embedded one.
+def connection(name: str, rights: str, *, direct: bool = False) -> Iterator[Connection]:
+    """Connect to the database that is named, else to the embedded one. Raises Refused.
 
-    `direct`: to the server itself, where a pooler stands between.
+    `rights`: what helps where {user} lacks some. `direct`: to the server itself, where a pooler
+    stands between.
     """
     with database(Settings.load(), migrated=not direct) as settings:
         url = (direct and settings.listen_url) or settings.database_url
         kwargs = connections.connect_arguments(url, name)
         with psycopg.connect(url, row_factory=dict_row, **kwargs) as conn:
-            yield conn
+            try:
+                yield conn
+            except psycopg.errors.InsufficientPrivilege as exc:
+                raise Refused(exc, rights, conn.info.user) from exc
 
 
 def fetch(conn: Connection, text: str) -> list[dict[str, Any]]:
@@ -77,10 +81,8 @@ def _run_each(
     for item, text in zip(items, statements, strict=True):
         try:
             rows += fetch(conn, text)
-        except psycopg.errors.InsufficientPrivilege as exc:
-            print(f"taskboard: {exc.diag.message_primary}", file=sys.stderr)
-            print(f'hint: grant {verb.role} to "{conn.info.user}"', file=sys.stderr)
-            return FAILED, rows
+        except psycopg.errors.InsufficientPrivilege:
+            raise
         except psycopg.Error as exc:
             if conn.closed or len(items) == 1:
                 raise

@@ -25,11 +25,10 @@ STATES = (
 
 
 class Mistake(UsageError):
-    """What was asked cannot be done like that; `hint` says how it can."""
+    """What was asked cannot be done like that; the hint is not optional."""
 
     def __init__(self, message: str, hint: str) -> None:
-        super().__init__(message)
-        self.hint = hint
+        super().__init__(message, hint)
 
 
 @dataclass(frozen=True, slots=True)
