@@ -132,9 +132,11 @@ begin
     perform taskboard.part_waiting(limit_queue.queue);
   end if;
   perform taskboard.note_queues();
-  perform taskboard.note_incident('queue_limited', queue => limit_queue.queue, detail => format(
-    'running %s, starts %s per %s', limit_queue.max_running, limit_queue.max_starts,
-    limit_queue.starts_per));
+  perform taskboard.note_incident(
+    'queue_limited', queue => limit_queue.queue, detail => coalesce(nullif(concat_ws(', ',
+      'running ' || limit_queue.max_running,
+      'starts ' || limit_queue.max_starts || ' per ' || limit_queue.starts_per,
+      'lease ' || v_lease), ''), 'no limits'));
   perform taskboard.wake();
 end
 $$;

@@ -124,6 +124,37 @@ comment on column taskboard.queue_stats.expired is $$Their lease has run out; cl
 comment on column taskboard.queue_stats.blocked is $$Wait for the turn of their serial key.$$;
 comment on column taskboard.queue_stats.held is $$Wait for a person; see taskboard.resolve.$$;
 
+create or replace view taskboard.queue_list as
+select q.name as queue, q.paused_at, i.by_role as paused_by, i.detail as pause_reason,
+  q.max_running, q.max_starts, q.starts_per, q.lease
+from (
+  select o.name, o.name as noted_as, o.paused_at, o.max_running, o.max_starts, o.starts_per, o.lease
+  from taskboard.queues as o
+  where num_nonnulls(o.paused_at, o.max_running, o.max_starts, o.lease) > 0
+  union all
+  select null, 'all', s.paused_at, null, null, null, null
+  from taskboard.settings as s
+  where s.paused_at is not null) as q
+left join lateral (
+  select n.by_role, n.detail
+  from taskboard.incidents as n
+  where n.what = 'queue_paused' and n.queue = q.noted_as and n.happened_at >= q.paused_at
+  order by n.id desc
+  limit 1) as i on true
+where q.name is null or not exists (select from taskboard.settings as s where s.queue_rights)
+  or taskboard.may_use(q.name);
+
+comment on view taskboard.queue_list is
+$$The queues that are paused or have limits, with jobs or without.
+A row without a queue: all are paused. Roles: taskboard_operator, taskboard_observer,
+taskboard_worker.$$;
+comment on column taskboard.queue_list.queue is $$Null: all queues.$$;
+comment on column taskboard.queue_list.paused_at is $$Since when; null: it is not paused.$$;
+comment on column taskboard.queue_list.paused_by is
+$$The role that paused it last; null: its incident is gone.$$;
+comment on column taskboard.queue_list.lease is $$Of its jobs, if not the default.$$;
+comment on column taskboard.queue_list.pause_reason is $$As it was given with the pause.$$;
+
 create or replace view taskboard.queue_rates as
 select h.queue, h.kind, count(*) filter (where h.state = 'completed') / 5.0 as completed_per_minute,
   count(*) filter (where h.state = 'failed') / 5.0 as failed_per_minute,

@@ -56,6 +56,7 @@ declare
     jobs_with_key        operator observer
     job_list             operator observer
     queue_stats          worker operator observer
+    queue_list           worker operator observer
     worker_list          operator observer
     incident_list        operator observer
     effect_list          operator observer

@@ -424,6 +424,7 @@ LOOKS = {
     "select * from taskboard.job_list where queue = 'default' order by job_id desc limit 9": 100,
     "select * from taskboard.worker_list": 100,
     "select * from taskboard.queue_stats": 600,
+    "select * from taskboard.queue_list": 20,
     "select * from taskboard.queue_rates": 100,
     "select * from taskboard.incident_list order by id desc limit 50": 20,
 }

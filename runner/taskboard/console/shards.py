@@ -82,6 +82,11 @@ TOGETHER = {
         "queue, kind, priority",
         {"paused": "bool_or", "oldest_ready_at": "min"},
     ),
+    "queue_list": (
+        "queue",
+        {"paused_at": "min"}
+        | dict.fromkeys(("paused_by", "pause_reason", "starts_per", "lease"), "max"),
+    ),
     "queue_rates": ("queue, kind", {"median_seconds": "max"}),
     "worker_list": (
         "worker",
