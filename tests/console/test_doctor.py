@@ -147,13 +147,24 @@ PLANTED: list[tuple[str, str, str, str, str]] = [
     ("", "email", "note", "off", "set TASKBOARD_SMTP_URL"),
     ("", "stripe", "note", "off", "set STRIPE_API_KEY"),
     ("", "jobs", "wrong", "held: 1;", "taskboard resolve ID STEP"),
-    ("", "jobs", "wrong", "kind ready: 1 ready, .* nobody runs any", "that handles ready"),
+    ("", "jobs", "wrong", "kind ready: 1 ready, .* none is running", "that handles ready"),
     ("select taskboard.enqueue('email')",
-     "jobs", "wrong", "kind email: 1 ready, .* nobody", "TASKBOARD_SMTP_URL"),
+     "jobs", "wrong", "kind email: 1 ready, .* none is", "TASKBOARD_SMTP_URL"),
     ("select taskboard.enqueue('running')",
      "jobs", "note", "kind running: .* they come faster", "start more"),
     ("select taskboard.enqueue('k', queue => 'shut'), taskboard.pause('shut')",
-     "jobs", "note", "the queue shut is paused", "taskboard resume shut"),
+     "jobs", "note", "the queue shut is paused, since 2[^ ]+ [^ ]+ by [^ :]+$",
+     "^taskboard resume shut$"),
+    ("select taskboard.pause('empty', 'disk full')",
+     "jobs", "note", "the queue empty is paused, since .* by .*: disk full$", "resume empty$"),
+    ("select taskboard.enqueue('k', queue => 'none'), taskboard.limit_queue('none', 0)",
+     "jobs", "note", "the queue none may run 0 jobs at once", "^taskboard limit none --running N$"),
+    ("select taskboard.enqueue('k', queue => 'rate'),"
+     " taskboard.limit_queue('rate', max_starts => 0, starts_per => '1 min')",
+     "jobs", "note", "the queue rate may start 0 jobs per 1 min", "limit rate --starts N --per"),
+    ("select taskboard.enqueue('one', queue => 'one'), taskboard.enqueue('one', queue => 'one'),"
+     " taskboard.limit_queue('one', 1); select taskboard.claim(kinds => '{{one}}')",
+     "jobs", "note", "the queue one may run 1 jobs at once", "limit one --running N"),
 ]  # fmt: skip
 
 
@@ -181,6 +192,29 @@ def test_each_planted_fault_is_found(worker: str, db: Connection, console: Conso
         assert sees(said, *finding) or sees(owner, *finding), (finding, lines(said, finding[0]))
     assert "WRONG  rights " in text.out and "fix:  grant taskboard_worker to" in text.out
     assert sees(owner, "rights", "note", "superuser", "grant taskboard_worker to runner")
+
+
+def test_a_pause_of_all_is_told_once_and_undone_by_one_command(
+    db: Connection, console: Console
+) -> None:
+    enqueue(db)
+    assert console("pause", "--reason", "fire").code == 0
+    (found,) = lines(console("doctor", "--json", "--older-than", "0s"), "jobs")
+    assert re.fullmatch(r"all queues are paused, since 2.* by \w+: fire", found[1])
+    assert (found[0], found[2]) == ("note", "taskboard resume")
+    assert console("resume").code == 0
+    said = console("doctor", "--json", "--older-than", "0s")
+    assert sees(said, "jobs", "wrong", "none is running")
+
+
+@pytest.mark.parametrize("role", ["operator", "observer"])
+def test_a_login_for_people_is_not_advised_to_become_a_runner(
+    role: str, db: Connection, login: Callable[..., str], console: Console
+) -> None:
+    person = login(f"taskboard_{role}")
+    said = console("doctor", "--json", TASKBOARD_DATABASE_URL=person)
+    assert sees(said, "rights", "note", "operator's or observer's login", "of a runner"), said
+    assert "grant taskboard_worker" not in said.out
 
 
 def test_limits_that_a_restore_has_lost_are_missed(db: Connection, console: Console) -> None:
@@ -377,6 +411,8 @@ def test_a_module_with_a_handler_counts(
     found = lines(said, "jobs")
     assert [line[1].split(":")[0] for line in found] == ["kind email", "kind pack"]
     assert all(line[0] == "note" and "no handler" in line[1] for line in found)
+    said = console("doctor", "shop_console", "--json", "--older-than", "0s")
+    assert sees(said, "jobs", "wrong", "kind ship: .* none is", "^taskboard run shop_console$")
     said = console("doctor", "no_such_module")
     assert said.code == 2 and "there is no module no_such_module\nhint: " in said.err
 

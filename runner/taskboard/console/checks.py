@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from psycopg.rows import dict_row
 import taskboard
 from taskboard import db, migrate
 from taskboard.connections import Connection, bounded, connect, one_line
+from taskboard.console.output import cell
 from taskboard.settings import Settings
 
 ANSWERS_WITHIN = 10.0  # seconds, for a check or a server
@@ -51,14 +52,15 @@ def wrong(text: str, fix: str = "") -> Finding:
 class Look:
     """What checks look at, and what the first ones found out for those that follow.
 
-    `kinds` have a handler here; of the others, `off` says why some have none. What is older than
-    `least` seconds is remarked on.
+    `kinds` have a handler here, most of them in `modules`; of the others, `off` says why some have
+    none. What is older than `least` seconds is remarked on.
     """
 
     conn: Connection
     settings: Settings
     least: float
     kinds: set[str]
+    modules: Sequence[str] = ()
     off: dict[str, str] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     values: dict[str, str] = field(default_factory=dict)
@@ -81,6 +83,9 @@ select quote_ident(current_user) as user, r.rolsuper as is_super, pg_backend_pid
     select from pg_proc as p join pg_namespace as n on n.oid = p.pronamespace
     where n.nspname = 'taskboard' and p.proname = 'version') as installed,
   pg_has_role('pg_read_all_stats', 'usage') as sees_all,
+  array(
+    select m.rolname::text from pg_roles as m
+    where m.rolname ~ '^taskboard_' and pg_has_role(m.oid, 'usage')) as roles,
   (select count(*) from pg_stat_replication) as standbys,
   pg_notification_queue_usage() as notifications,
   -- Those not in use, and this one.
@@ -164,6 +169,9 @@ select s.queue, s.kind, s.paused, s.ready, s.running, s.held,
   coalesce(extract(epoch from clock_timestamp() - s.oldest_ready_at), 0)::float8 as seconds
 from taskboard.queue_stats as s
 order by s.queue, s.kind""",
+    "pauses and limits": """
+select * from taskboard.queue_list as q
+order by q.queue nulls first""",
 }
 
 # By topic: a setting, values that are remarked on, how, why, and what to set it to.
@@ -263,6 +271,12 @@ async def rights(look: Look) -> list[Finding]:
     needed = set(re.findall(r"^    (\w+) [a-z ]*\bworker\b", matrix, re.M))
     user = look.facts["user"]
     lacking = {row["name"] for row in await look.rows("functions") if not row["may"]} & needed
+    roles = set(look.facts["roles"])
+    if lacking and "taskboard_worker" not in roles and roles & {
+        "taskboard_operator", "taskboard_observer"
+    }:  # fmt: skip
+        what = f"{user} is an operator's or observer's login, and no runner's"
+        return [note(what, "taskboard doctor, with the environment of a runner")]
     if lacking:
         fix = f"grant taskboard_worker to {user}; if it has that: taskboard migrate"
         return [wrong(f"{user} may not call {_listed(lacking)}", fix)]
@@ -440,10 +454,14 @@ async def isolation(look: Look) -> list[Finding]:
 
 async def jobs(look: Look) -> list[Finding]:
     rows = await look.rows("queues")
-    found = [
-        note(f"the queue {queue} is paused", f"taskboard resume {queue}; taskboard resume")
-        for queue in sorted({row["queue"] for row in rows if row["paused"] and row["ready"]})
-    ]
+    stops = {row["queue"]: row for row in await look.rows("pauses and limits")}
+    found = [_judge_pause(row) for row in stops.values() if row["paused_at"]]
+    for queue in sorted({row["queue"] for row in rows if row["ready"] and not row["paused"]}):
+        here = [row for row in rows if row["queue"] == queue]
+        full = _judge_fullness(stops.get(queue, {}), here, look.least)
+        found += full
+        for row in here if full else ():
+            row["paused"] = True  # as good as that
     own = look.kinds - {"email", "stripe"}  # known only where modules were named
     if held := sum(row["held"] for row in rows):
         fix = "taskboard jobs --state held; find out; taskboard resolve ID STEP --happened yes|no"
@@ -454,6 +472,8 @@ async def jobs(look: Look) -> list[Finding]:
         oldest = max((row["seconds"] for row in some), default=0)
         what = f"kind {kind}: {ready} ready, the oldest for {_age(oldest)}"
         fix = look.off.get(kind, f"taskboard run MODULE, one that handles {kind}")
+        if kind in look.kinds:
+            fix = " ".join(["taskboard run", *look.modules])
         if not ready:
             continue
         if any(row["running"] for row in some):
@@ -461,10 +481,33 @@ async def jobs(look: Look) -> list[Finding]:
                 fix = "start more runners, unless the queue has a limit"
                 found.append(note(f"{what}: they come faster than they are run", fix))
         elif oldest >= look.least:
-            found.append(wrong(f"{what}, and nobody runs any", fix))
+            found.append(wrong(f"{what}, and none is running", fix))
         elif kind not in look.kinds and (own or kind in look.off):
             found.append(note(f"{what}, and a runner started here has no handler", fix))
     return found
+
+
+def _judge_pause(row: dict[str, Any]) -> Finding:
+    what = "all queues are" if row["queue"] is None else f"the queue {row['queue']} is"
+    by = f" by {row['paused_by']}" if row["paused_by"] else ""
+    reason = f": {row['pause_reason']}" if row["pause_reason"] else ""
+    fix = " ".join(["taskboard resume", *filter(None, [row["queue"]])])
+    return note(f"{what} paused, since {cell(row['paused_at'])}{by}{reason}", fix)
+
+
+def _judge_fullness(
+    stop: dict[str, Any], rows: list[dict[str, Any]], least: float
+) -> list[Finding]:
+    """Remark on a limit that lets no ready job run now; on one that lets some, after a while."""
+    most, starts = stop.get("max_running"), stop.get("max_starts")
+    waits = max(row["seconds"] for row in rows) >= least
+    if most is not None and sum(row["running"] for row in rows) >= most and (waits or not most):
+        what = f"the queue {stop['queue']} may run {most} jobs at once"
+        return [note(what, f"taskboard limit {stop['queue']} --running N")]
+    if starts == 0:
+        what = f"the queue {stop['queue']} may start {starts} jobs per {cell(stop['starts_per'])}"
+        return [note(what, f"taskboard limit {stop['queue']} --starts N --per DURATION")]
+    return []
 
 
 def _age(seconds: float) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -55,7 +56,7 @@ def run(verb: Verb, arguments: argparse.Namespace) -> int:
     # The built-in ones are looked at by checks of their own, which bear wrong settings.
     own = find_handlers(replace(settings, smtp_url=None, stripe_api_key=None), arguments.modules)
     with database(settings) as settings:
-        found = asyncio.run(examine(settings, arguments.older_than, set(own[0])))
+        found = asyncio.run(examine(settings, arguments.older_than, set(own[0]), arguments.modules))
     healthy = not any(finding.level == WRONG for _, finding in found)
     if arguments.json:
         lines = [
@@ -73,7 +74,7 @@ def run(verb: Verb, arguments: argparse.Namespace) -> int:
 
 
 async def examine(
-    settings: Settings, older_than: timedelta, kinds: set[str]
+    settings: Settings, older_than: timedelta, kinds: set[str], modules: Sequence[str]
 ) -> list[tuple[str, Finding]]:
     """Run all checks; answer topics and findings, what is wrong first within a topic."""
     try:
@@ -85,7 +86,7 @@ async def examine(
         return [("database", Finding(WRONG, why, fix))]
     report: list[tuple[str, Finding]] = []
     async with conn:
-        look = Look(conn, settings, older_than.total_seconds(), kinds)
+        look = Look(conn, settings, older_than.total_seconds(), kinds, modules)
         for topic, fine, check in CHECKS:
             try:
                 found = await check(look)

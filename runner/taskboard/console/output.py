@@ -40,9 +40,19 @@ def cell(value: Any) -> str:
             return value.astimezone().isoformat(" ", "seconds")
         case Decimal() | float():
             return f"{value:.2f}"
+        case timedelta():
+            return span(value)
         case dict() | list():
             value = json.dumps(value, ensure_ascii=False)
     return UNSAFE.sub(lambda found: ascii(found[0])[1:-1], str(value))
+
+
+def span(value: timedelta) -> str:
+    """Write a duration in the largest unit of which it is a multiple."""
+    for name, unit in (("d", 86400), ("h", 3600), ("min", 60)):
+        if value and not value % timedelta(seconds=unit):
+            return f"{value.total_seconds() / unit:g} {name}"
+    return f"{value.total_seconds():g} s"
 
 
 def plain(value: Any) -> Any:

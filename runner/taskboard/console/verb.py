@@ -38,7 +38,15 @@ def run(verb: Verb, arguments: argparse.Namespace) -> int:
         code, rows = _run_each(conn, verb, statements, items)
         if verb.more and rows:
             return _show_whole(conn, verb, rows[0], given, arguments.json)
-    return _show(verb, rows, code, arguments.json)
+        notes = list(_notes(conn, verb, each))
+        if verb.now and not arguments.json:
+            template, tell = verb.now
+            print(tell(fetch(conn, statement(template, given))[0]))
+        else:
+            code = _show(verb, rows, code, arguments.json)
+    for text in notes:
+        print(f"note: {text}", file=sys.stderr)
+    return code
 
 
 def statement(template: str, given: dict[str, Any]) -> str:
@@ -89,6 +97,15 @@ def _run_each(
             print(f"{item}: ", end="", file=sys.stderr)
             code = max(code, explain(exc))
     return code, rows
+
+
+def _notes(conn: Connection, verb: Verb, each: list[dict[str, Any]]) -> Iterator[str]:
+    """Ask what should be known about each thing that the verb was told of."""
+    about, template = verb.notes
+    for given in each:
+        if about in given:
+            for row in fetch(conn, statement(template, {about: given[about]})):
+                yield from filter(None, row.values())
 
 
 def _show(verb: Verb, rows: list[dict[str, Any]], code: int, as_json: bool) -> int:

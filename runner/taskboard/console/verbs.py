@@ -13,6 +13,7 @@ from typing import Any
 from uuid import UUID
 
 from taskboard.cli import MAIL, UsageError, duration, integer
+from taskboard.console.output import cell
 
 Argument = tuple[tuple[str, ...], dict[str, Any]]
 Given = dict[str, Any]
@@ -40,6 +41,8 @@ class Verb:
     `one`: the answer is one row. `each`: the argument that is a list, with a statement for every
     item. `done`: said when the answer is void; `none`: when there is no row, or false.
     `more`: further statements about the same thing, by name; their rows go below.
+    `now`: a statement for one row about what holds afterwards, and how that is said.
+    `notes`: an argument, and a statement about it; its rows are told as well, on stderr.
     """
 
     name: str
@@ -53,6 +56,8 @@ class Verb:
     done: str = ""
     none: str = ""
     more: Mapping[str, str] | None = None
+    now: tuple[str, Callable[[dict[str, Any]], str]] | None = None
+    notes: tuple[str, str] = ("", "")
     module: str = "verb"
 
     @property
@@ -115,6 +120,24 @@ def choose_retry(given: Given) -> str:
     raise Mistake("retry which jobs?", "name their ids, or say --failed [--queue Q] [--kind K]")
 
 
+# What became of a job that was not finished, or had ended already.
+WAITS = """\
+select case j.state
+    when 'held' then format('%1$s is held: answer it with'
+      ' taskboard resolve %1$s %2$s --happened yes|no', j.job_id, j.held_step)
+    when 'scheduled' then format('%1$s runs at %2$s; to run it now:'
+      ' taskboard cancel %1$s; taskboard retry %1$s', j.job_id, j.claimable_at::timestamptz(0))
+  end
+from taskboard.job({job_id}) as j"""
+GOES_ON = """\
+select case
+    when j.state = 'running' then format('%s is asked to stop, at its next renewal; --force does'
+      ' not wait', j.job_id)
+    when j.state <> 'cancelled' then format('%s had ended already: %s', j.job_id, j.state)
+  end
+from taskboard.job({job_id}) as j"""
+
+
 def choose_pause(verb: str) -> Callable[[Given], str]:
     def choose(given: Given) -> str:
         if "name" not in given:
@@ -127,6 +150,36 @@ def choose_pause(verb: str) -> Callable[[Given], str]:
         return f"select taskboard.pause_schedule({{call}}, paused => {paused})"
 
     return choose
+
+
+LIMITS = (
+    "select {queue}::text as queue, q.max_running, q.max_starts, q.starts_per, q.lease"
+    "\nfrom (values ({queue}::text)) as asked (name)"
+    "\nleft join taskboard.queue_list as q on q.queue = asked.name"
+)
+
+
+def choose_limit(given: Given) -> str:
+    none = given.pop("none", False)
+    if none and len(given) > 1:
+        raise Mistake("limits, or none?", "leave --none out, or all others")
+    return "select taskboard.limit_queue({call})" if none or len(given) > 1 else LIMITS
+
+
+def tell_limits(row: dict[str, Any]) -> str:
+    said = {
+        "running": row["max_running"],
+        "starts": row["starts_per"] and f"{row['max_starts']} per {cell(row['starts_per'])}",
+        "lease": row["lease"] and cell(row["lease"]),
+    }
+    limits = ", ".join(f"{name} {text}" for name, text in said.items() if text is not None)
+    return f"{row['queue']}: {limits or 'no limits'}"
+
+
+NO_JOBS = (
+    "select 'no job is or was in a queue ' || {queue}"
+    "\nwhere not exists (select from taskboard.queue_stats as s where s.queue = {queue})"
+)
 
 
 def choose_schedule(given: Given) -> str:
@@ -151,7 +204,7 @@ def pausing(verb: str, summary: str, done: str) -> Verb:
         verb, summary, f"taskboard {verb} mails", OPERATOR, choose_pause(verb),
         (argument("queue", nargs="?", metavar="QUEUE", help="none: all queues"),
          argument("--schedule", dest="name", metavar="NAME", help="a schedule instead"), REASON),
-        one=True, done=done, none="there is no such schedule",
+        one=True, done=done, none="there is no such schedule", notes=("queue", NO_JOBS),
     )  # fmt: skip
 
 
@@ -179,19 +232,24 @@ VERBS = (
         },
     ),
     Verb(
-        "queues", "count what waits, what runs and what has just ended",
+        "queues", "count what waits, what runs and what has just ended; show pauses and limits",
         "taskboard queues", OBSERVER,
-        "select s.queue, s.kind, s.priority, s.paused, s.ready, s.scheduled, s.running, s.expired,"
-        "\n  s.blocked, s.held, s.oldest_ready_at, r.completed_per_minute, r.failed_per_minute,"
-        "\n  r.median_seconds\nfrom taskboard.queue_stats as s"
+        "select coalesce(s.queue, q.queue) as queue, s.kind, s.priority,"
+        "\n  coalesce(s.paused, q.paused_at is not null) as paused, s.ready, s.scheduled,"
+        "\n  s.running, s.expired, s.blocked, s.held, s.oldest_ready_at, r.completed_per_minute,"
+        "\n  r.failed_per_minute, r.median_seconds, q.max_running, q.max_starts, q.starts_per"
+        "\nfrom taskboard.queue_stats as s"
         "\nleft join taskboard.queue_rates as r on r.queue = s.queue and r.kind = s.kind"
-        "\norder by s.priority, s.queue, s.kind",
+        "\nfull join (select * from taskboard.queue_list as l where l.queue is not null) as q"
+        "\n  on q.queue = s.queue"
+        "\norder by s.priority, queue, s.kind",
         none="no queue has had a job yet",
     ),
     Verb(
         "workers", "list who holds leases", "taskboard workers", OBSERVER,
         "select * from taskboard.worker_list\norder by worker",
-        none="nobody holds a lease",
+        none="nobody holds a lease; runners without a job are not recorded: look at their hosts, or"
+        " at /readyz",
     ),
     Verb(
         "incidents", "list what went wrong, and what people did",
@@ -210,7 +268,7 @@ VERBS = (
          flag("--failed", help="all that failed, the oldest first"), QUEUE, KIND,
          argument("--limit", dest="max_jobs", type=count, metavar="N",
                   help="with --failed: at most so many (1000)"), REASON),
-        each="job_id", none="nothing has failed",
+        each="job_id", none="nothing has failed", notes=("job_id", WAITS),
     ),
     Verb(
         "cancel", "cancel jobs; a running one is told to stop",
@@ -218,7 +276,7 @@ VERBS = (
         "select * from taskboard.cancel({call})",
         (JOBS, argument("--reason", metavar="TEXT", help="kept with the job"),
          flag("--force", help="a running one at once: its lease is void")),
-        each="job_id",
+        each="job_id", notes=("job_id", GOES_ON),
     ),
     Verb(
         "resolve", "say whether the effect of a held job took place",
@@ -235,20 +293,20 @@ VERBS = (
         "evict", "let the leases of a dead worker lapse now",
         "taskboard evict web-3-4711", OPERATOR, "select * from taskboard.evict({call})",
         (argument("worker", metavar="WORKER", help="see taskboard workers"), REASON),
-        none="this worker holds no lease",
+        none="nobody of this name holds a lease; see taskboard workers",
     ),
     Verb(
-        "limit", "set a queue's limits; what is not given has none",
-        "taskboard limit mails --running 10 --starts 100 --per 1m", OPERATOR,
-        "select taskboard.limit_queue({call})",
-        (argument("queue", metavar="QUEUE", help="the queue"),
+        "limit", "show a queue's limits, or set them all at once: what is not given has none",
+        "taskboard limit mails --running 10 --starts 100 --per 1m", OPERATOR, choose_limit,
+        (argument("queue", metavar="QUEUE", help="alone: show, change nothing"),
          argument("--running", dest="max_running", type=integer, metavar="N",
                   help="so many at once"),
          argument("--starts", dest="max_starts", type=integer, metavar="N",
                   help="so many starts …"),
          argument("--per", dest="starts_per", type=span, metavar="DURATION", help="… in this time"),
-         argument("--lease", type=span, metavar="DURATION", help="how long a claim lasts (60s)")),
-        one=True, done="limited",
+         argument("--lease", type=span, metavar="DURATION", help="how long a claim lasts (60s)"),
+         flag("--none", help="no limits")),
+        one=True, now=(LIMITS, tell_limits), notes=("queue", NO_JOBS),
     ),
     Verb(
         "prune", "forget old finished jobs, effects and incidents",
