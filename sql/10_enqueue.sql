@@ -89,7 +89,9 @@ begin
     or check_options.max_lost_leases not between 1 and 1000000
   then
     raise exception using errcode = '22023',
-      message = 'max_attempts or max_lost_leases is out of bounds',
+      message = format('%s is out of bounds',
+        case when check_options.max_attempts not between 1 and 1000000 then 'max_attempts'
+          else 'max_lost_leases' end),
       hint = 'Give 1 to 1000000.';
   end if;
   if check_options.on_unknown is null or check_options.on_unknown not in ('retry', 'hold') then

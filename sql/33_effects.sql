@@ -190,7 +190,8 @@ begin
     perform taskboard.free_held(end_effect.job_id);
     perform taskboard.note_incident(
       'evidence_arrived', end_effect.job_id, detail => format(
-        '%s happened: %s', end_effect.step, end_effect.happened));
+        '%s happened: %s', end_effect.step,
+        case when end_effect.happened then 'yes' else 'no' end));
   end if;
   v_row := row(
     end_effect.job_id, end_effect.step,

@@ -50,8 +50,8 @@ begin
   perform taskboard.free_held(resolve.job_id);
   perform taskboard.note_incident(
     'job_resolved', resolve.job_id,
-    detail => concat_ws('; ', format('%s happened: %s', resolve.step, resolve.happened),
-      resolve.reason));
+    detail => concat_ws('; ', format('%s happened: %s', resolve.step,
+      case when resolve.happened then 'yes' else 'no' end), resolve.reason));
   v_row := row(resolve.job_id, 'ready');
   return next v_row;
 end

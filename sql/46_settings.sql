@@ -7,19 +7,17 @@ set lock_timeout = '5s'
 as $$
 declare
   v_new taskboard.settings;
-  v_ours text[] := array['one_row', 'queue_rights', 'queue_limits', 'paused_at', 'shard_id'];
 begin
   if configure.setting is null or configure.value is null then
     raise exception using errcode = '22004', message = 'setting and value must not be null',
       hint = 'For example: configure(''history'', ''30 days'').';
   end if;
   select s.* into v_new from taskboard.settings as s for update;
-  if not to_jsonb(v_new) - v_ours ? configure.setting then
+  if not exists (select from taskboard.setting_list as l where l.setting = configure.setting) then
     raise exception using errcode = '22023', message = 'no such setting',
       hint = 'Settings: ' || (
-        select string_agg(k, ', ' order by k)
-        from jsonb_object_keys(
-          to_jsonb(v_new) - v_ours) as k) || '.';
+        select string_agg(l.setting, ', ' order by l.setting)
+        from taskboard.setting_list as l) || '.';
   end if;
   begin
     v_new := jsonb_populate_record(v_new, jsonb_build_object(configure.setting, configure.value));
@@ -42,7 +40,8 @@ begin
     then
       raise exception using errcode = '22023',
         message = format('not a value for %s', configure.setting),
-        hint = 'Counts and durations are positive; shard is 0 to 65535.';
+        hint = 'Counts and durations are positive, durations like 90 s, 36 hours or 30 days;'
+          ' shard is 0 to 65535.';
   end;
 end
 $$;

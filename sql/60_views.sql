@@ -207,6 +207,18 @@ $$The schedules: when each is due next and what it enqueued last.
 Role: taskboard_observer.$$;
 comment on column taskboard.schedule_list.paused_at is $$Since when; null: it is not paused.$$;
 
+create or replace view taskboard.setting_list as
+select o.key as setting, o.value
+from taskboard.settings as s
+cross join lateral jsonb_each_text(
+  to_jsonb(s) - '{one_row,queue_rights,queue_limits,paused_at,shard_id}'::text[]) as o;
+
+comment on view taskboard.setting_list is
+$$What configure can change, and what it is now.
+Roles: taskboard_operator, taskboard_observer.$$;
+comment on column taskboard.setting_list.setting is $$As configure is told.$$;
+comment on column taskboard.setting_list.value is $$As text.$$;
+
 create or replace view taskboard.incident_list as
 select i.id, i.happened_at, i.what, i.job_id, i.queue, i.kind, i.worker, i.by_role, i.detail
 from taskboard.incidents as i;

@@ -61,6 +61,7 @@ declare
     incident_list        operator observer
     effect_list          operator observer
     schedule_list        operator observer
+    setting_list         operator observer
     queue_rates          operator observer
   $matrix$;
   v_role text;

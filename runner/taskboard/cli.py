@@ -82,7 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     # psql has its own way with arguments: they are passed on as they are.
     passed_on = given[1:] if given[:1] == ["psql"] and given[1:] != ["--help"] else []
-    arguments = make_parser().parse_args(given[: len(given) - len(passed_on)])
+    parser = make_parser()
+    if not given:
+        parser.print_help()
+        return USAGE
+    arguments = parser.parse_args(given[: len(given) - len(passed_on)])
     arguments.passed_on = passed_on
     try:
         code = int(arguments.command(arguments))
@@ -330,19 +334,13 @@ def enqueue(arguments: argparse.Namespace) -> int:
     import json
 
     from taskboard.console.verb import connection, statement
-    from taskboard.settings import Settings
-
-    def check(document: str) -> None:
-        json.loads(document, parse_constant=_refuse_constant)
 
     lines = arguments.lines
     if lines and arguments.payload != "-":
         raise UsageError("--lines reads standard input: write - for the payload")
     payload = sys.stdin.read() if arguments.payload == "-" and not lines else arguments.payload
-    try:
-        check("{}" if lines else payload)
-    except (ValueError, RecursionError) as exc:
-        raise UsageError(f"the payload is not JSON: {exc}") from None
+    if not lines:
+        check_payload(payload)
     options = {
         name: getattr(arguments, name)
         for name in ("queue", "priority", "run_at", "unique_key", "serial_key", "max_attempts",
@@ -359,10 +357,10 @@ def enqueue(arguments: argparse.Namespace) -> int:
         from taskboard.console.lines import enqueue_lines, show_lines
 
         if arguments.show_sql:
-            return show_lines(arguments.kind, options, check)
-        with database(Settings.load()) as settings:
+            return show_lines(arguments.kind, options, check_json)
+        with database(one_database()) as settings:
             url = settings.database_url
-            return enqueue_lines(url, arguments.kind, options, check, arguments.json)
+            return enqueue_lines(url, arguments.kind, options, check_json, arguments.json)
 
     if arguments.show_sql:
         print(f"{statement('select * from taskboard.enqueue({call})', given)};")
@@ -379,6 +377,22 @@ def enqueue(arguments: argparse.Namespace) -> int:
         if not created:
             print("note: this job already held the unique key", file=sys.stderr)
     return OK
+
+
+def check_json(text: str) -> None:
+    """Refuse what is no JSON, by ValueError or RecursionError."""
+    import json
+
+    json.loads(text, parse_constant=_refuse_constant)
+
+
+def check_payload(text: str) -> None:
+    """Refuse a payload that is no JSON. Raises UsageError."""
+    try:
+        check_json(text)
+    except (ValueError, RecursionError) as exc:
+        hint = "in the shell, put the payload in single quotes, keys and texts in double ones"
+        raise UsageError(f"the payload is not JSON: {exc}", hint) from None
 
 
 def psql(arguments: argparse.Namespace) -> int:
@@ -412,6 +426,19 @@ def is_named(settings: Settings) -> bool:
     # With PGHOSTADDR, too, we would start one server and then go to another, to migrate that.
     places = ("PGHOST", "PGHOSTADDR", "PGDATABASE", "PGSERVICE")
     return bool(settings.database_url or any(os.environ.get(name) for name in places))
+
+
+def one_database(**arguments: Any) -> Settings:
+    """Read the settings of a command that takes one database. Raises UsageError."""
+    from taskboard import several
+
+    first, *others = several.load(**arguments)
+    if others:
+        raise UsageError(
+            f"TASKBOARD_DATABASE_URL names {len(others) + 1} databases",
+            "only run and migrate take several: name one",
+        )
+    return first
 
 
 @contextmanager
@@ -513,6 +540,8 @@ def explain(exc: Exception) -> int:
         state = exc.sqlstate or ""
         message = exc.diag.message_primary or message
         hint = exc.diag.message_hint
+        if state == "22P05" and "\\u0000" in (exc.diag.message_detail or ""):
+            message = "PostgreSQL keeps no \\u0000 in JSON"
         if state in ("3F000", "42883", "42P01"):
             message, hint = "Taskboard is not installed in this database", "run: taskboard migrate"
         code = USAGE if state.startswith("22") else FAILED

@@ -42,7 +42,7 @@ def test_a_held_job_is_resolved(
     assert answer.headers["location"] == "/held?done=resolve"
     assert "The question is answered" in words(site.get("/held?done=resolve"))
     assert state(db, jobs["held"]) == "ready"
-    said = f"main happened: {'t' if happened == 'yes' else 'f'}; ann: seen in the log"
+    said = f"main happened: {happened}; ann: seen in the log"
     assert last_incident(db) == ("job_resolved", said)
     effects = rows(
         db, "select state from taskboard.effect_list where job_id = %s", [jobs["held"]]

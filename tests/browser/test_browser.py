@@ -112,7 +112,7 @@ def test_a_person_resolves_held_mails_and_retries_a_failed_one_and_the_runner_do
     assert browser.shows("Completed") and "by Ann" not in browser.text
     browser.picture("job-completed")
     details = [row[0] for row in rows(db, "select detail from taskboard.incident_list")]
-    assert "send happened: t; Ann: it is in the server's log" in details
+    assert "send happened: yes; Ann: it is in the server's log" in details
     assert "was failed; Ann: the mailbox is there now" in details
 
 

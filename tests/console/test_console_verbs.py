@@ -40,7 +40,7 @@ COMMANDS = [
     "limit mails --starts 100 --per 1m --lease 90s", "prune",
     "prune --keep 30d", "schedules", "schedule daily 30~2~*~*~1-5 mail {\"n\":1}"
     " --time-zone Europe/Berlin --misfire all --queue mails --priority 2",
-    "unschedule report", "configure history 30~days",
+    "unschedule report", "configure history 30~days", "configure", "configure lease",
 ]  # fmt: skip
 
 
@@ -139,7 +139,10 @@ def test_nothing_in_a_job_can_steer_the_terminal(
 
 
 def test_verbs_do_what_they_say(db: Connection, jobs: dict[str, str], console: Console) -> None:
-    assert console("resolve", jobs["held"], "main", "--happened", "yes").code == 0
+    assert console("resolve", jobs["held"], "main", "--happened", "no").code == 0
+    whole = console("job", jobs["held"], "--json").json
+    assert [effect["state"] for effect in whole["effects"]] == ["did not happen"]
+    assert whole["incidents"][-1]["detail"] == "main happened: no"
     assert state_of(db, jobs["held"]) == "ready"
     assert console("cancel", jobs["ready"], "--reason", "twice").code == 0
     assert state_of(db, jobs["ready"]) == "cancelled"
@@ -158,6 +161,11 @@ def test_verbs_do_what_they_say(db: Connection, jobs: dict[str, str], console: C
     assert rows(db, "select 1 from taskboard.claim()") == [(1,)]
     assert console("configure", "history", "30 days").out == "configured\n"
     assert rows(db, "select history from taskboard.settings")[0][0].days == 30
+    shown = {row["setting"]: row["value"] for row in console("configure", "--json").json}
+    assert shown["history"] == "720:00:00" and shown["notify"] == "true" and "one_row" not in shown
+    (row,) = console("configure", "lease", "--json").json
+    assert row == {"setting": "lease", "value": "00:01:00"}
+    assert "no such setting" in console("configure", "colour").err
     assert console("pause", "--schedule", "report").out == "paused\n"
     assert rows(db, "select paused_at is null from taskboard.schedule_list") == [(False,)]
     assert console("unschedule", "report").out == "removed\n"
@@ -251,9 +259,8 @@ MISTAKES: list[tuple[str, int, str]] = [
     (f"cancel {NOBODY}", 1, "no such job\nhint: The id is wrong"),
     ("cancel", 2, "the following arguments are required: ID"),
     ("retry", 2, "retry which jobs?\nhint: name their ids, or say --failed"),
-    (f"retry {NOBODY} --failed", 2, "retry which jobs?"),
+    (f"retry {NOBODY} --failed", 2, "--failed takes no ids\nhint: "),
     (f"retry {NOBODY} --queue mails", 2, "retry which jobs?"),
-    ("retry COMPLETED --failed", 2, "retry which jobs?"),
     ("resolve HELD main", 2, "the following arguments are required: --happened"),
     ("resolve HELD main --happened maybe", 2, "say yes or no"),
     ("resolve HELD second --happened yes", 1, "not held for this step\nhint: It is held for the"),
@@ -270,9 +277,15 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("schedule x 61~2~*~*~* mail", 2, "bad minute\nhint: "),
     ("schedule x 0~0~31~2~* mail", 2, "bad day-of-month\nhint: "),
     ("schedule x 0~0~*~*~* mail --time-zone Mars/Olympus", 2, "is not known here\nhint: "),
-    ("schedule x 0~0~*~*~* mail {", 2, "invalid input syntax for type json"),
+    ("schedule x 0~0~*~*~* mail {", 2, "the payload is not JSON: "),
+    ("schedule x 0~0~*~*~* mail {'a':1}", 2, "hint: in the shell, put the payload in single"),
+    ("schedule x 0~0~*~*~* mail {\"a\":\"\\u0000\"}", 2, "PostgreSQL keeps no \\u0000 in JSON"),
+    ("enqueue mail {\"a\":\"\\u0000\"}", 2, "PostgreSQL keeps no \\u0000 in JSON"),
+    ("enqueue mail {a:1}", 2, "hint: in the shell, put the payload in single quotes"),
     ("configure colour red", 2, "no such setting\nhint: Settings: backoff, "),
-    ("configure history long", 2, "not a value for history\nhint: "),
+    ("configure history long", 2, "not a value for history\nhint: Counts and durations are"
+     " positive, durations like 90 s, 36 hours or 30 days;"),
+    ("enqueue mail --max-attempts 0", 2, "max_attempts is out of bounds\nhint: "),
     ("pause --schedule report --reason fire", 2, "no reason is kept of a schedule\nhint: "),
     ("prune --keep -1d", 2, "expected one argument"),
     ("enqueue mail {", 2, "the payload is not JSON"),
@@ -347,6 +360,11 @@ def test_a_database_without_taskboard_is_told_from_one_that_is_away(
             assert said.code == 1 and "hint: check host, user, password" in said.err, said
     said = console("jobs", TASKBOARD_DATABASE_URL="postgresql://%zz")
     assert said.code == 2 and "hint: write postgresql://" in said.err
+
+
+def test_the_command_alone_prints_its_help(console: Console) -> None:
+    said = console()
+    assert (said.code, said.err) == (2, "") and said.out == console("--help").out
 
 
 def test_help_has_an_example_of_each_command(console: Console) -> None:

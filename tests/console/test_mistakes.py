@@ -85,6 +85,14 @@ def test_streams_that_are_closed_or_full_end_no_command_in_a_traceback(db: Conne
     assert rows(db, "select count(*) from taskboard.jobs") == [(1,)]
 
 
+def test_a_command_for_one_database_takes_no_list_of_them(dsn: str, console: Console) -> None:
+    both = "postgresql://ann@127.0.0.1:1/a postgresql://ann@127.0.0.1:1/b"
+    for command in ("jobs", "doctor", "enqueue k", "enqueue k - --lines", "upcoming", "board"):
+        said = console(*command.split(), TASKBOARD_DATABASE_URL=both)
+        assert (said.code, said.out) == (2, "")
+        assert "names 2 databases\nhint: only run and migrate take several: name one" in said.err
+
+
 def test_migrate_shows_what_psql_does_as_well_and_answers_in_json(
     empty_dsn: str, console: Console
 ) -> None:

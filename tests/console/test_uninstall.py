@@ -14,6 +14,7 @@ from psycopg.conninfo import make_conninfo
 from console.conftest import Console, enqueue
 from support import Connection, Server, rows, session
 from taskboard.console import uninstall
+from taskboard.localpg import binaries
 from taskboard.migrate import migrate
 
 
@@ -40,12 +41,12 @@ def test_nothing_goes_by_accident(
     db: Connection, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = console("uninstall", "--show-sql")
-    assert shown.code == 0 and "drop schema taskboard cascade;" in shown.out
+    assert shown.code == 0 and "drop schema if exists taskboard cascade;" in shown.out
     said = console("uninstall")
     assert said.code == 2 and "hint: say --yes" in said.err
     enqueue(db)
     said = console("uninstall", "--yes")
-    assert said.code == 1 and "1 live jobs" in said.err and "hint: " in said.err
+    assert said.code == 1 and "1 live job\nhint: let workers finish it, taskboard" in said.err
     db.execute("create view public.mine as select * from taskboard.job_list")
     db.execute("create table public.orders (job uuid default (taskboard.enqueue('k')).job_id)")
     said = console("uninstall", "--yes")
@@ -70,7 +71,8 @@ def test_a_lock_is_not_queued_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(uninstall, "PATIENCE", 0.1)
-    monkeypatch.setattr(uninstall.migrate, "LOCK_TIMEOUT", "50ms")
+    patient = uninstall.STATEMENTS[1:]
+    monkeypatch.setattr(uninstall, "STATEMENTS", ("set local lock_timeout = '50ms'", *patient))
     reader = connect("reader")
     reader.execute("begin; select from taskboard.settings")
     said = console("uninstall", "--yes")
@@ -116,6 +118,14 @@ def test_roles_stay_while_somebody_needs_them(
     migrate(of_bob)
     said = console("uninstall", "--yes", TASKBOARD_DATABASE_URL=of_bob)
     assert said.code == 0 and "taskboard_observer stays: bob may not drop it" in said.err
+    migrate(of_bob)
+    shown = console("uninstall", "--show-sql", TASKBOARD_DATABASE_URL=of_bob)
+    subprocess.run(
+        [str(binaries() / "psql"), "-Xq", "-v", "ON_ERROR_STOP=1", of_bob], input=shown.out,
+        text=True, check=True, capture_output=True,
+    )  # fmt: skip
+    with session(of_bob) as bob:
+        assert not installed(bob) and roles(bob)
 
 
 def test_it_asks_on_a_terminal(db: Connection, dsn: str) -> None:

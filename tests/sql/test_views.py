@@ -336,7 +336,7 @@ def test_operators_acts_are_recorded_with_their_role_and_reason(
         ("cancel_requested", running["job_id"], "too long"),
         ("worker_evicted", None, "1 leases lapse; burnt"),
         ("job_cancelled", running["job_id"], "hangs"),
-        ("job_resolved", held["job_id"], "main happened: t; asked"),
+        ("job_resolved", held["job_id"], "main happened: yes; asked"),
         ("queue_paused", None, "dunning"),
         ("queue_resumed", None, "paid"),
         ("queue_paused", None, "fire"),

@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import psycopg
 
-from taskboard.cli import FAILED, OK, database
+from taskboard.cli import FAILED, OK, database, one_database
 from taskboard.connections import connect, one_line
 from taskboard.console import checks, poolers, services
 from taskboard.console.checks import ANSWERS_WITHIN, SQL, WRONG, Check, Finding, Look
@@ -52,7 +52,7 @@ def run(verb: Verb, arguments: argparse.Namespace) -> int:
         return OK
     from taskboard.preflight import find_handlers
 
-    settings = Settings.load(pool=arguments.pool)
+    settings = one_database(pool=arguments.pool)
     # The built-in ones are looked at by checks of their own, which bear wrong settings.
     own = find_handlers(replace(settings, smtp_url=None, stripe_api_key=None), arguments.modules)
     with database(settings) as settings:

@@ -19,6 +19,13 @@ from taskboard.console.verbs import Mistake, Verb
 PATIENCE = 15.0  # seconds, for a moment in which no worker holds a lock
 ROLES = [f"taskboard_{part}" for part in ("owner", "producer", "worker", "operator", "observer")]
 
+# In one transaction, which nobody who migrates comes between.
+STATEMENTS = (
+    f"set local lock_timeout = '{migrate.LOCK_TIMEOUT}'",
+    "select pg_advisory_xact_lock({}, {})".format(*migrate.LOCK),
+    "drop schema if exists taskboard cascade",
+)
+
 LIVE = """
 select coalesce(sum(ready + scheduled + running + expired + blocked + held), 0)::bigint as live
 from taskboard.queue_stats"""
@@ -48,9 +55,9 @@ order by d.datname"""
 def run(verb: Verb, arguments: argparse.Namespace) -> int:
     """Uninstall; return the exit code. Raises Mistake and psycopg.Error."""
     if arguments.show_sql:
-        print("begin;\ndrop schema taskboard cascade;")
-        print("-- each role only if pg_shdepend has no row of it left:")
-        print("\n".join(f"drop role if exists {role};" for role in ROLES), "commit;", sep="\n")
+        print("\n".join(["begin;", *(f"{text};" for text in STATEMENTS), "commit;"]))
+        print("-- Each role where no other database needs it, by whoever may drop roles:")
+        print("\n".join(f"-- drop role if exists {role};" for role in ROLES))
         return OK
     rights = "only the owner of the schema taskboard may drop it, or a superuser; {user} is neither"
     with connection("taskboard uninstall", rights, direct=True) as conn:
@@ -60,9 +67,10 @@ def run(verb: Verb, arguments: argparse.Namespace) -> int:
             return OK
         live, on_top = _look(conn)
         if (live or on_top) and not arguments.force:
-            what = [f"{live} live jobs"] * bool(live) + on_top
+            what = [_live_jobs(live)] * bool(live) + on_top
             print(f"taskboard: what would go as well: {', '.join(what)}", file=sys.stderr)
-            print("hint: let workers finish it, or say --force", file=sys.stderr)
+            hint = "let workers finish it, taskboard cancel it, or say --force"
+            print(f"hint: {hint}", file=sys.stderr)
             return FAILED
         if not arguments.yes and not _agreed(conn, live):
             print("nothing was changed", file=sys.stderr)
@@ -85,12 +93,16 @@ def _look(conn: Connection) -> tuple[int, list[str]]:
     return live, [row["name"] for row in conn.execute(ON_TOP)]
 
 
+def _live_jobs(live: int) -> str:
+    return f"{live} live job{'s' * (live != 1)}"
+
+
 def _agreed(conn: Connection, live: int) -> bool:
     if not sys.stdin.isatty():
         raise Mistake("uninstall asks before it drops anything, and nobody is there", "say --yes")
     print(
         f"This drops the schema taskboard of the database {conn.info.dbname}"
-        f" on {conn.info.host or 'this host'}, with {live} live jobs and the whole history."
+        f" on {conn.info.host or 'this host'}, with {_live_jobs(live)} and the whole history."
         "\nType the name of the database to go on: ",
         end="", file=sys.stderr, flush=True,
     )  # fmt: skip
@@ -106,9 +118,8 @@ def _drop(conn: Connection) -> tuple[list[str], dict[str, str]]:
     while True:
         try:
             with conn.transaction():
-                conn.execute(f"set local lock_timeout = '{migrate.LOCK_TIMEOUT}'")
-                conn.execute("select pg_advisory_xact_lock(%s, %s)", migrate.LOCK)
-                conn.execute("drop schema if exists taskboard cascade")
+                for text in STATEMENTS:
+                    conn.execute(text.encode())
                 return _drop_roles(conn)
         except migrate.BUSY:
             if time.monotonic() > deadline:

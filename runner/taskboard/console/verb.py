@@ -14,10 +14,9 @@ from psycopg import sql
 from psycopg.rows import dict_row
 
 from taskboard import connections
-from taskboard.cli import FAILED, OK, Refused, database, explain
+from taskboard.cli import FAILED, OK, Refused, database, explain, one_database
 from taskboard.console.output import print_json, print_record, print_table
 from taskboard.console.verbs import Verb
-from taskboard.settings import Settings
 
 Connection = psycopg.Connection[dict[str, Any]]
 
@@ -67,7 +66,7 @@ def connection(name: str, rights: str, *, direct: bool = False) -> Iterator[Conn
     `rights`: what helps where {user} lacks some. `direct`: to the server itself, where a pooler
     stands between.
     """
-    with database(Settings.load(), migrated=not direct) as settings:
+    with database(one_database(), migrated=not direct) as settings:
         url = (direct and settings.listen_url) or settings.database_url
         kwargs = connections.connect_arguments(url, name)
         with psycopg.connect(url, row_factory=dict_row, **kwargs) as conn:
@@ -110,7 +109,7 @@ def _notes(conn: Connection, verb: Verb, each: list[dict[str, Any]]) -> Iterator
 
 def _show(verb: Verb, rows: list[dict[str, Any]], code: int, as_json: bool) -> int:
     """Show the answer; what is void or a boolean is said in words."""
-    first = next(iter(rows[0].values()), None) if verb.one and rows else None
+    first = next(iter(rows[0].values())) if rows and len(rows[0]) == 1 else None
     if first is False or (verb.more and not rows and code == OK):
         print(f"taskboard: {verb.none}", file=sys.stderr)
         return FAILED
@@ -118,7 +117,7 @@ def _show(verb: Verb, rows: list[dict[str, Any]], code: int, as_json: bool) -> i
         print_json({"done": True}) if as_json else print(verb.done)
     elif as_json and (rows or code == OK):
         print_json(rows[0] if verb.one else rows)
-    elif verb.done:
+    elif verb.done and rows and "queue" in rows[0]:
         print(verb.done, *filter(None, [rows[0]["queue"]]))
     else:
         print_table(rows, verb.none if code == OK else "")

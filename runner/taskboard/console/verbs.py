@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
-from taskboard.cli import MAIL, UsageError, duration, integer
+from taskboard.cli import MAIL, UsageError, check_payload, duration, integer
 from taskboard.console.output import cell
 
 Argument = tuple[tuple[str, ...], dict[str, Any]]
@@ -113,6 +113,8 @@ SCHEDULE = argument("name", metavar="NAME", help="the schedule")
 
 
 def choose_retry(given: Given) -> str:
+    if given["job_id"] and "failed" in given:
+        raise Mistake("--failed takes no ids", "leave one of them out")
     if given["job_id"] and given.keys() <= {"job_id", "reason"}:
         return "select * from taskboard.retry({call})"
     if given.pop("failed", False) and not given["job_id"]:
@@ -176,6 +178,12 @@ def tell_limits(row: dict[str, Any]) -> str:
     return f"{row['queue']}: {limits or 'no limits'}"
 
 
+def choose_setting(given: Given) -> str:
+    if "value" in given:
+        return "select taskboard.configure({call})"
+    return "select * from taskboard.setting_list{where}\norder by setting"
+
+
 NO_JOBS = (
     "select 'no job is or was in a queue ' || {queue}"
     "\nwhere not exists (select from taskboard.queue_stats as s where s.queue = {queue})"
@@ -183,11 +191,12 @@ NO_JOBS = (
 
 
 def choose_schedule(given: Given) -> str:
-    """Check the rule before it is stored: the database does not read it."""
+    """Check the rule before it is stored, as the database does not read it, and the payload."""
     from datetime import UTC, datetime
 
     from taskboard.schedules import RuleError, first_after
 
+    check_payload(given.get("payload", "{}"))
     try:
         first_after(given["cron"], given.get("time_zone", "UTC"), datetime.now(UTC))
     except RuleError as exc:
@@ -224,7 +233,9 @@ VERBS = (
         OBSERVER, "select * from taskboard.job({call})", (JOB,), one=True,
         none="no such job: the id is wrong, or its history has been pruned",
         more={
-            "effects": "select step, attempt, state, begun_at, ended_at, idempotency_key"
+            "effects": "select step, attempt,"
+            " case state when 'refused' then 'did not happen' else state end as state,"
+            "\n  begun_at, ended_at, idempotency_key"
             "\nfrom taskboard.effect_list\nwhere job_id = {job_id}\norder by begun_at",
             "incidents": "select happened_at, what, worker, by_role, detail"
             "\nfrom taskboard.incident_list\nwhere job_id = {job_id}\norder by id",
@@ -348,11 +359,11 @@ VERBS = (
         one=True, done="removed", none="there is no such schedule",
     ),
     Verb(
-        "configure", "change a default or a limit of the database",
-        "taskboard configure history '30 days'", OPERATOR, "select taskboard.configure({call})",
-        (argument("setting", metavar="NAME", help="a wrong one lists them all"),
-         argument("value", metavar="VALUE", help="its new value")),
-        one=True, done="configured",
+        "configure", "change a default or a limit of the database; alone: list them",
+        "taskboard configure history '30 days'", OPERATOR, choose_setting,
+        (argument("setting", nargs="?", metavar="NAME", help="alone: show its value"),
+         argument("value", nargs="?", metavar="VALUE", help="its new value")),
+        done="configured", none="there is no such setting; taskboard configure lists them",
     ),
     Verb(
         "board", "serve a web page over all this, for reading or for operators",

@@ -16,12 +16,12 @@ from psycopg import AsyncConnection
 from psycopg.rows import dict_row
 from starlette.types import ASGIApp
 
-from taskboard.cli import FAILED, OK, database
+from taskboard.cli import FAILED, OK, database, one_database
 from taskboard.connections import connect_arguments
 from taskboard.console.board.access import TOKEN_LEAST, Access, Network, host_of
 from taskboard.console.board.app import make_app
 from taskboard.console.board.queries import ABOUT, Database
-from taskboard.settings import Settings, SettingsError
+from taskboard.settings import SettingsError
 
 TOKEN = "TASKBOARD_BOARD_TOKEN"
 OWN_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -30,7 +30,7 @@ OWN_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 def serve(arguments: argparse.Namespace) -> int:
     """Serve until a signal. Raises SettingsError when people could come in who should not."""
     access = read_access(arguments)
-    with database(Settings.load()) as settings:
+    with database(one_database()) as settings:
         return asyncio.run(_serve(settings.database_url, access, arguments))
 
 
