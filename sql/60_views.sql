@@ -236,7 +236,7 @@ from taskboard.effects as e;
 
 comment on view taskboard.effect_list is
 $$What handlers began outside the database: one row per step and attempt, without results.
-state: done, refused (before it took place), open (nobody has reported; once the attempt is over,
+state: done, refused (did not happen), open (nobody has reported; once the attempt is over,
 its outcome is unknown). Role: taskboard_observer.$$;
 
 create or replace function taskboard.job(job_id uuid)

@@ -101,6 +101,6 @@ def of_effect(effect: Row) -> list[Event]:
     if effect["ended_at"] is None:
         return [begun]
     done = effect["state"] == "done"
-    said = "took place" if done else "was refused before it took place"
+    said = "took place" if done else "did not happen"
     tone = "good" if done else "bad"
     return [begun, Event(effect["ended_at"], f"{name} {said}", attempt, "", tone)]
