@@ -202,6 +202,8 @@ def test_a_pause_of_all_is_told_once_and_undone_by_one_command(
     (found,) = lines(console("doctor", "--json", "--older-than", "0s"), "jobs")
     assert re.fullmatch(r"all queues are paused, since 2.* by \w+: fire", found[1])
     assert (found[0], found[2]) == ("note", "taskboard resume")
+    said = console("resume", "default")
+    assert said.err == "note: all queues are paused still: taskboard resume\n"
     assert console("resume").code == 0
     said = console("doctor", "--json", "--older-than", "0s")
     assert sees(said, "jobs", "wrong", "none is running")

@@ -189,6 +189,12 @@ NO_JOBS = (
     "\nwhere not exists (select from taskboard.queue_stats as s where s.queue = {queue})"
 )
 
+STILL_PAUSED = (
+    "\nunion all"
+    "\nselect 'all queues are paused still: taskboard resume'"
+    "\nfrom taskboard.queue_list as q where q.queue is null"
+)
+
 
 def choose_schedule(given: Given) -> str:
     """Check the rule before it is stored, as the database does not read it, and the payload."""
@@ -213,7 +219,8 @@ def pausing(verb: str, summary: str, done: str) -> Verb:
         verb, summary, f"taskboard {verb} mails", OPERATOR, choose_pause(verb),
         (argument("queue", nargs="?", metavar="QUEUE", help="none: all queues"),
          argument("--schedule", dest="name", metavar="NAME", help="a schedule instead"), REASON),
-        one=True, done=done, none="there is no such schedule", notes=("queue", NO_JOBS),
+        one=True, done=done, none="there is no such schedule",
+        notes=("queue", NO_JOBS + STILL_PAUSED * (verb == "resume")),
     )  # fmt: skip
 
 
