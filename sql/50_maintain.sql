@@ -83,6 +83,7 @@ set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_hashjoin = off
 set enable_mergejoin = off
+set enable_hashagg = off
 set jit = off
 as $$
 declare
@@ -96,26 +97,31 @@ begin
     'select h.id from taskboard.%I as h order by h.id desc limit 1', forget_effects.name)
   into v_last;
   -- Ids begin with their date: between the first and the last stand this day's effects, and few
-  -- others, so that each call begins where the last one ended.
+  -- others, so that each call begins where the last one ended. The jobs go with their effects: if
+  -- one were retried without them, what is done would be done again.
   execute format(
-    'delete from taskboard.effects as e
-     using (
-       select p.job_id, p.step, p.lease_token
+    'with old as (
+       select distinct p.job_id
        from taskboard.effects as p
        where p.job_id between $1 and $2 and p.job_id <> all ($3)
-         and exists (select from taskboard.%I as h where h.id = p.job_id)
-       limit $4) as o
-     where e.job_id = o.job_id and e.step = o.step and e.lease_token = o.lease_token',
+         and exists (select from taskboard.%1$I as h where h.id = p.job_id)
+       limit $4
+     ), gone as (
+       delete from taskboard.%1$I as h using old as o where h.id = o.job_id returning h.id
+     ), forgotten as (
+       delete from taskboard.effects as e using gone as g where e.job_id = g.id
+     )
+     select count(*) from gone',
     forget_effects.name)
+  into v_count
   using v_first, v_last, forget_effects.kept, forget_effects.most;
-  get diagnostics v_count = row_count;
   return v_count;
 end
 $$;
 
 comment on function taskboard.forget_effects(text, uuid[], bigint) is
-$$Delete effects of a day's jobs, but for those kept; return how many (internal).
-At most so many: whoever gets as many calls again.$$;
+$$Delete a day's jobs that have effects, with these, but for those kept (internal).
+Returns how many jobs, at most so many: whoever gets as many calls again.$$;
 
 create or replace function taskboard.drop_days(names text[], most_effects bigint)
 returns setof taskboard.maintained
@@ -130,6 +136,7 @@ declare
   v_kept uuid[] := array[]::uuid[];
   v_counts bigint[] := array[]::bigint[];
   v_count bigint;
+  v_forgotten bigint;
   v_effects bigint := 0;
 begin
   -- While somebody reads history for long, what comes next would be done in vain, at each call.
@@ -151,15 +158,16 @@ begin
       end loop;
     end if;
     -- They may be as many as jobs: some in each call, which must end in time.
-    v_effects := v_effects
-      + taskboard.forget_effects(v_name, v_kept, drop_days.most_effects - v_effects);
+    v_forgotten := taskboard.forget_effects(
+      v_name, v_kept, drop_days.most_effects - v_effects);
+    v_effects := v_effects + v_forgotten;
     if v_effects = drop_days.most_effects then
-      v_row := row('days left, their effects deleted', v_effects);
+      v_row := row('days left, jobs with effects deleted', v_effects);
       return next v_row;
       return;
     end if;
     execute format('select count(*) from taskboard.%I', v_name) into v_count;
-    v_counts := v_counts || v_count;
+    v_counts := v_counts || v_count + v_forgotten;
   end loop;
   perform taskboard.lock_history(names);
   for v_n in 1..cardinality(names) loop

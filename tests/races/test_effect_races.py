@@ -10,7 +10,7 @@ from uuid import UUID
 
 import pytest
 
-from races.sessions import Session
+from races.sessions import Session, sqlstate
 from support import expire
 
 Named = Callable[[str], Session]
@@ -240,3 +240,28 @@ def test_state_of_an_effect_is_never_fresh_again_after_done_whoever_says_what(
             keys.add(begun.idempotency_key)
             expire(a.conn, job_id)
     assert keys == {f"{job_id}/main"}
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_retry_waits_for_housekeeping_that_forgets_what_its_job_has_done(
+    named: Named, end: str
+) -> None:
+    a, operator = named("A"), named("operator")
+    job_id = a.enqueue()
+    job = a.claim()
+    owner = {"job_id": job_id, "lease_token": job.lease_token}
+    a.call("begin_effect", **owner)
+    a.call("end_effect", **owner)
+    a.call("fail", **owner, permanent=True)
+    a.begin()
+    ((day,),) = a.sql("select tableoid::regclass::text from taskboard.history")
+    a.sql("select taskboard.forget_effects(%s, '{}', 10)", day.removeprefix("taskboard."))
+    retry = operator.start("retry", job_id=job_id).blocks()
+    a.end(end)
+    if end == "commit":
+        assert sqlstate(retry) == "TB002"
+    else:
+        assert [row.state for row in retry.rows()] == ["ready"]
+        again = a.claim()
+        (effect,) = a.call("begin_effect", job_id=job_id, lease_token=again.lease_token)
+        assert effect.state == "done"

@@ -433,12 +433,16 @@ def test_pruning_many_jobs_with_effects_takes_moments(db: Db) -> None:
     # So many effects in one call, which must end in time; the next one goes on.
     for left in (3000, 1000):
         rows = call(db, "drop_days", names=[name], most_effects=2000)
-        assert rows == [{"step": "days left, their effects deleted", "touched": 2000}]
+        assert rows == [{"step": "days left, jobs with effects deleted", "touched": 2000}]
         assert len(query(db, "select 1 from taskboard.effects")) == left + 1
+        # None of them can be retried without what it has done.
+        stay = "select 1 from taskboard.history as h join taskboard.effects as e on job_id = id"
+        assert len(query(db, stay)) == left + 1
+        assert len(query(db, "select 1 from taskboard.history")) == 95_000 + left + 1
     began = time.monotonic()
     rows = call(db, "prune")
     assert time.monotonic() - began < 5
-    assert {"step": f"dropped {name}", "touched": 100000} in rows
+    assert {"step": f"dropped {name}", "touched": 96_000} in rows
     assert len(query(db, "select 1 from taskboard.effects")) == 1
 
 
