@@ -34,12 +34,20 @@ begin
       end if;
       -- It holds the key until it is claimed: nobody may claim it before our transaction, which
       -- relies on its running later, has committed.
-      perform from taskboard.jobs as j
-      where j.id = v_holder.job_id and j.unique_key is not null
-      for key share;
-      if found then
-        return v_holder.job_id;
+      if not taskboard.is_starved(v_holder.job_id) then
+        perform from taskboard.jobs as j
+        where j.id = v_holder.job_id and j.unique_key is not null and j.lease_token is null
+        for key share;
+        if found then
+          return v_holder.job_id;
+        end if;
       end if;
+      -- It has been claimed, or producers that come without a gap would keep it from that for ever.
+      update taskboard.unique_keys as u
+      set job_id = take_unique_key.job_id
+      where u.kind = take_unique_key.kind and u.key = take_unique_key.key
+        and u.job_id = v_holder.job_id and u.live;
+      exit when found;
       continue;
     end if;
     update taskboard.unique_keys as u
@@ -54,7 +62,48 @@ $$;
 
 comment on function taskboard.take_unique_key(text, text, uuid, timestamptz) is
 $$Take a unique key for a job; return its holder, new or old (internal).
-Waits for a transaction that is just taking or freeing the key; never locks a holder's row.$$;
+Waits for a transaction that is just taking or freeing the key; never for a holder's row.$$;
+
+create or replace function taskboard.is_starved(job_id uuid)
+returns boolean
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+  v_job record;
+begin
+  select j.lane_id, j.claimable_at, j.place into v_job
+  from taskboard.jobs as j
+  where j.id = is_starved.job_id
+    and (j.claimable_at < clock_timestamp() - make_interval(secs => 1)) is true;
+  if not found then
+    return false;
+  end if;
+  begin
+    perform from taskboard.jobs as j where j.id = is_starved.job_id for update nowait;
+    raise exception using message = 'lets the lock go at once';
+  exception
+    when raise_exception then
+      return false;
+    when lock_not_available then
+      -- Behind others it waits for its turn and not for us.
+      return not exists (
+        select from taskboard.jobs as j
+        where j.lane_id = v_job.lane_id
+          and (j.claimable_at, j.place) < (v_job.claimable_at, v_job.place)
+        order by j.lane_id desc, j.claimable_at desc, j.place desc
+        limit 1);
+  end;
+end
+$$;
+
+comment on function taskboard.is_starved(uuid) is
+$$Tell whether a due job is kept from being claimed by its producers (internal).
+It is the first of its lane, due for a second, and locked.$$;
 
 create or replace function taskboard.free_unique_key(kind text, key text, job_id uuid)
 returns text
@@ -82,6 +131,34 @@ $$;
 comment on function taskboard.free_unique_key(text, text, uuid) is
 $$Free a job's unique key, or leave it held for the rest of unique_for (internal).
 Returns null, the key that the job has from then on. No key is fine.$$;
+
+create or replace function taskboard.free_claimed_key(kind text, key text, job_id uuid)
+returns text
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  perform from taskboard.unique_keys as u
+  where u.kind = free_claimed_key.kind and u.key = free_claimed_key.key
+    and u.job_id = free_claimed_key.job_id
+  for update skip locked;
+  if not found and exists (
+    select from taskboard.unique_keys as u
+    where u.kind = free_claimed_key.kind and u.key = free_claimed_key.key
+      and u.job_id = free_claimed_key.job_id)
+  then
+    return free_claimed_key.key;
+  end if;
+  return taskboard.free_unique_key(
+    free_claimed_key.kind, free_claimed_key.key, free_claimed_key.job_id);
+end
+$$;
+
+comment on function taskboard.free_claimed_key(text, text, uuid) is
+$$Free a key that was held only until its job is claimed, without waiting (internal).
+Returns what is left of it: null, or the key where a producer is just taking it over; should that
+come to nothing, it is freed when the job ends, and taken over by whoever comes before.$$;
 
 create or replace function taskboard.join_serial_keys(
   keys text[], job_ids uuid[], out serial_nos bigint[], out turns boolean[])

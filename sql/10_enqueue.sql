@@ -197,7 +197,8 @@ $$Add one job; return its id, or that of the holder of the unique key.
 created tells which. Part of the caller's transaction: nobody sees the job before it commits.
 unique_key: one live job of a kind holds it; with unique_for it stays held that long from now, also
 when the job has ended; unique_until 'claim' frees it already when the job is claimed, so that an
-event that comes while the job runs leads to another run (with a serial_key: after this one).
+event that comes while the job runs leads to another run (with a serial_key: after this one); so
+does one of events that have come without a gap for a second, which keep the job from being claimed.
 serial_key: jobs with one key run one at a time, in the order enqueued.
 run_at (an instant) or delay (from now), not both. lease, timeout: for this job's claims.
 on_unknown: 'retry' repeats an effect whose outcome is unknown, 'hold' asks a person.

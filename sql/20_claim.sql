@@ -81,7 +81,7 @@ begin
       lapsed_by = case when j.lease_token is not null then
         taskboard.note_takeover(j.id, l.queue, l.kind, j.leased_by, j.lost_leases) end,
       unique_key = case when j.unique_until_claim is null then j.unique_key else
-        taskboard.free_unique_key(l.kind, j.unique_key, j.id) end
+        taskboard.free_claimed_key(l.kind, j.unique_key, j.id) end
     from taskboard.lanes as l
     where l.id = j.lane_id + 0 and j.ctid = any (case when not v_quick then v_picked else array(
       select due.ctid

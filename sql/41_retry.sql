@@ -43,14 +43,15 @@ begin
       hint = 'Enqueue it again.';
   end if;
   if v_old.unique_key is not null then
-    if taskboard.take_unique_key(v_old.kind, v_old.unique_key, v_old.id, null) <> v_old.id then
+    perform taskboard.take_unique_key(v_old.kind, v_old.unique_key, v_old.id, null);
+    update taskboard.unique_keys as u
+    set live = true
+    where u.kind = v_old.kind and u.key = v_old.unique_key and u.job_id = v_old.id;
+    if not found then
       raise exception using errcode = 'TB003',
         message = 'another job holds the unique key of this one',
         hint = 'Wait until it has ended, or cancel it.';
     end if;
-    update taskboard.unique_keys as u
-    set live = true
-    where u.kind = v_old.kind and u.key = v_old.unique_key and u.job_id = v_old.id;
   end if;
   if v_old.serial_key is not null then
     select s.serial_nos[1], not s.turns[1] into v_serial_no, v_blocked

@@ -266,3 +266,64 @@ def test_batches_with_the_same_keys_in_opposite_orders_do_not_deadlock(named: Na
         futures = [threads.submit(produce, a, keys), threads.submit(produce, b, keys[::-1])]
         for future in futures:
             future.result()
+
+
+EVENT: dict[str, Any] = {"kind": "sync", "unique_key": "u", "unique_until": "claim"}
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_events_without_a_gap_do_not_keep_their_job_from_being_claimed_for_ever(
+    named: Named, end: str
+) -> None:
+    a, b, worker = named("A"), named("B"), named("worker")
+    first = a.enqueue(**EVENT)
+    a.begin()
+    assert a.enqueue(**EVENT) == first
+    # Not due for long, it is relied upon: nobody may claim it before A has committed.
+    assert b.enqueue(**EVENT) == first
+    assert worker.at_once("claim", max_jobs=9) == []
+    due = "update taskboard.jobs set claimable_at = claimable_at - interval '2 s' where id = %s"
+    b.sql(due, first)
+    b.begin()
+    second = b.enqueue(**EVENT)
+    assert second != first
+    a.end("commit")
+    (job,) = worker.at_once("claim", max_jobs=9)
+    assert job.job_id == first
+    b.end(end)
+    # Whatever became of that: an event that comes while the job runs leads to another run.
+    later = a.enqueue(**EVENT)
+    assert (later == second) == (end == "commit")
+    assert later != first and b.enqueue(**EVENT) == later
+    worker.call("complete", job_id=first, lease_token=job.lease_token)
+    assert b.enqueue(**EVENT) == later
+    assert [job.job_id for job in worker.at_once("claim", max_jobs=9)] == [later]
+
+
+@pytest.mark.parametrize("how", ["complete", "release"])
+def test_key_whose_taking_over_came_to_nothing_goes_with_its_job(named: Named, how: str) -> None:
+    a, b, worker = named("A"), named("B"), named("worker")
+    first = a.enqueue(**EVENT)
+    b.sql("update taskboard.jobs set claimable_at = claimable_at - interval '2 s'")
+    a.begin()
+    a.enqueue(**EVENT)
+    b.begin()
+    b.enqueue(**EVENT)
+    a.end("commit")
+    job = worker.at_once("claim")[0]
+    b.end("rollback")
+    worker.call(how, job_id=first, lease_token=job.lease_token)
+    assert (b.enqueue(**EVENT) == first) == (how == "release")
+    assert b.sql("select count(*) from taskboard.unique_keys") == [(1,)]
+
+
+def test_job_that_waits_behind_others_or_for_nobody_keeps_its_key(named: Named) -> None:
+    a, b = named("A"), named("B")
+    ahead, first = a.enqueue(kind="sync"), a.enqueue(**EVENT)
+    b.sql("update taskboard.jobs set claimable_at = claimable_at - interval '2 s'")
+    a.begin()
+    for _ in range(2):  # locked, behind another; then not locked
+        a.enqueue(**EVENT)
+        assert b.enqueue(**EVENT) == first
+        a.end("commit")
+        b.sql("delete from taskboard.jobs where id = %s", ahead)
