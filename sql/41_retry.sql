@@ -110,7 +110,7 @@ begin
   for v_id in
     select old.id
     from (
-      select h.id, h.serial_key, h.finished_at
+      select h.id, h.serial_key, h.unique_key, h.finished_at
       from taskboard.history as h
       where h.state = 'failed'
         and (retry_failed.queue is null or h.queue = retry_failed.queue)
@@ -121,8 +121,8 @@ begin
             and (u.live or u.held_until > statement_timestamp()))
       order by h.finished_at
       limit retry_failed.max_jobs) as old
-    -- Serial keys in order, as in every batch.
-    order by old.serial_key nulls first, old.finished_at
+    -- Keys in order, as in every batch.
+    order by old.serial_key nulls first, old.unique_key nulls first, old.finished_at
   loop
     begin
       select r.job_id, r.state into v_row from taskboard.retry(v_id, retry_failed.reason) as r;

@@ -144,6 +144,20 @@ def test_retry_failed_and_a_batch_of_completions_do_not_deadlock_over_serial_key
     assert len(bulk.rows()) == 2
 
 
+def test_retry_failed_and_a_producer_do_not_deadlock_over_unique_keys(named: Named) -> None:
+    a, b = named("A"), named("B")
+    for key in "ba":
+        a.enqueue(unique_key=key)
+        job = a.claim()
+        a.call("fail", job_id=job.job_id, lease_token=job.lease_token, permanent=True)
+    b.begin()
+    b.enqueue(unique_key="a")
+    retry = a.start("retry_failed").blocks()
+    assert b.at_once("enqueue", kind="k", unique_key="b")[0].created
+    b.end("commit")
+    assert retry.rows() == []
+
+
 def test_retry_failed_passes_over_the_second_of_two_jobs_with_one_unique_key(
     named: Named,
 ) -> None:
