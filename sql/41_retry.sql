@@ -121,8 +121,9 @@ begin
             and (u.live or u.held_until > statement_timestamp()))
       order by h.finished_at
       limit retry_failed.max_jobs) as old
-    -- Keys in order, as in every batch.
-    order by old.serial_key nulls first, old.unique_key nulls first, old.finished_at
+    -- Keys in order, as in every batch; those of one serial key as they had been.
+    order by old.serial_key nulls first,
+      case when old.serial_key is null then old.unique_key end nulls first, old.finished_at
   loop
     begin
       select r.job_id, r.state into v_row from taskboard.retry(v_id, retry_failed.reason) as r;

@@ -312,8 +312,8 @@ MUTANTS: Final = (
         "failed jobs of one serial key come back in another order",
         "serial",
         "41_retry.sql",
-        (("order by old.serial_key nulls first, old.finished_at\n",
-          "order by old.serial_key nulls first, old.finished_at desc\n"),),
+        (("end nulls first, old.finished_at\n",
+          "end nulls first, old.finished_at desc\n"),),
         (MODEL,),
     ),
     Mutant(
