@@ -77,13 +77,15 @@ begin
       when duplicate_object or unique_violation then
         null; -- another database of this cluster installs at this moment
       when insufficient_privilege then
+        -- An owner whom this installer may not become would change nothing.
+        continue when v_role = 'owner';
         v_missing := v_missing || format('create role taskboard_%s nologin;', v_role);
     end;
   end loop;
   if cardinality(v_missing) > 0 then
     raise notice 'roles are missing, so only the installing role may use Taskboard'
-      using hint = 'Let an administrator run: ' || array_to_string(v_missing, ' ')
-        || ' Then install again.';
+      using hint = concat_ws(E'\n', 'Let an administrator run:', array_to_string(v_missing, E'\n'),
+        'Then run taskboard migrate again, or install.sql.');
   end if;
 
   revoke all on schema taskboard from public;
