@@ -39,13 +39,15 @@ DEFAULTS: dict[str, tuple[str | int, str]] = {
 # in a moment. Then, which of them leave the connection fit for use.
 TRANSIENT = re.compile("08|53|58|57P|57014|25006|25P0[34]|40001|40P01|55P03")
 HARMLESS = re.compile("57014|40001|40P01|55P03")
-# What a server says to a client that waiting will not help; these errors have no SQLSTATE.
+# What a server, or libpq, says where waiting will not help; these errors have no SQLSTATE.
 REFUSED = re.compile(
     "password|does not exist|no pg_hba.conf entry|not permitted to log in"
     "|authentication failed|no such (?:user|database)"
     "|unsupported startup parameter"  # a pooler's words
+    r"|invalid [\w ]*(?:value|number)\b|could not match \d|definition of service|service file"
 )
 REFUSED_PAUSE = 60.0  # seconds, until the database is asked again for what it has refused
+SAID_EVERY = 60.0  # seconds, between two lines about a database that stays away
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -157,8 +159,8 @@ class Link:
 
     Dialling and each call are bounded by `within` seconds. After a loss, calls are refused until a
     pause is over, which grows from `first` to `cap` seconds: no caller can make it spin. Of a
-    series of losses it logs the first and the end. `answered_at`: when a call was answered last;
-    `losses`: how often the database was lost.
+    series of losses it logs the first, one a minute, and the end. `answered_at`: when a call was
+    answered last; `losses`: how often the database was lost.
     """
 
     def __init__(
@@ -169,7 +171,7 @@ class Link:
         self._name, self._dial, self._first, self._cap = name, dial, first, cap
         self._turn = asyncio.Lock()
         self._lost_at: float | None = None
-        self._pause, self._open_at = 0.0, 0.0
+        self._pause, self._open_at, self._say_at = 0.0, 0.0, 0.0
         self.answered_at, self.losses = 0.0, 0
 
     @property
@@ -219,9 +221,11 @@ class Link:
             return InTheWay(text)
         self._drop()
         if self._lost_at is None:
-            self._lost_at = time.monotonic()
+            self._lost_at = self._say_at = time.monotonic()
             self.losses += 1
-            log.warning("%s: the database does not answer: %s", self._name, text)
+        if time.monotonic() >= self._say_at:
+            self._say_at = time.monotonic() + SAID_EVERY
+            log.warning("%s: the database does not answer; trying again: %s", self._name, text)
         self._open_at = time.monotonic() + self._pause * random.uniform(0.5, 1)
         return Weather(text)
 

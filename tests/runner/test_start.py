@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from subprocess import PIPE, Popen
 
+import psycopg
 import pytest
 from harness import Context, drain, enqueue, state
 from psycopg.conninfo import make_conninfo
 
 from support import Connection, wait_for
-from taskboard import localpg
+from taskboard import connections, localpg
+from taskboard import db as calls
 from taskboard.cli import main
 from taskboard.handlers import handler
 from taskboard.preflight import find_handlers
@@ -79,6 +83,53 @@ def test_an_address_that_cannot_work_is_refused_and_not_shown(url: str) -> None:
 )  # fmt: skip
 def test_an_address_that_can_work_is_left_to_libpq(url: str) -> None:
     assert Settings.load({"TASKBOARD_DATABASE_URL": url}).database_url == url
+
+
+@pytest.mark.parametrize(
+    ("url", "environment"),
+    [
+        ("postgresql://127.0.0.1:port/shop", {}), ("postgresql://127.0.0.1/shop?sslmode=x", {}),
+        ("postgresql://127.0.0.1/shop", {"PGPORT": "port"}), ("host=a,b port=1,2,3", {}),
+        ("postgresql://127.0.0.1/shop?service=not_there", {}),
+        ("postgresql://127.0.0.1/shop?connect_timeout=x", {}),
+        ("postgresql://127.0.0.1/shop?keepalives_idle=x", {}),
+    ],
+)  # fmt: skip
+def test_a_setting_that_cannot_work_ends_the_runner_with_exit_code_2(
+    url: str, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], tmp_path: Path,
+) -> None:  # fmt: skip
+    (tmp_path / "at_work.py").write_text(
+        "from taskboard.handlers import handler\nhandler('k')(work := lambda ctx: None)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for name, value in (environment | {"TASKBOARD_DATABASE_URL": url}).items():
+        monkeypatch.setenv(name, value)
+    assert main(["run", "at_work"]) == 2
+    said = capsys.readouterr().err
+    assert "taskboard: " in said and "\nhint: " in said
+
+
+def test_a_database_that_stays_away_is_told_of_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connections, "SAID_EVERY", 0.4)
+
+    async def dial() -> connections.Connection:
+        raise psycopg.OperationalError("nobody there")
+
+    async def scenario() -> None:
+        link, ends_at = connections.Link("control", dial, within=1, cap=0.1), time.monotonic() + 1
+        while time.monotonic() < ends_at:
+            with pytest.raises(connections.Weather):
+                await link.call(calls.version)
+            await asyncio.sleep(link.delay)
+        assert link.losses == 1
+
+    asyncio.run(scenario())
+    said = [record.getMessage() for record in caplog.records]
+    assert set(said) == {"control: the database does not answer; trying again: nobody there"}
+    assert 2 <= len(said) <= 3
 
 
 # --dev.
