@@ -221,9 +221,9 @@ def test_a_half_open_connection_holds_up_claim_and_settling_only_for_a_bounded_t
 
     async def scenario() -> None:
         with TcpProxy(dsn) as proxy:
-            async with running(proxy.dsn, {"k": nap}, listen=False):
+            async with running(proxy.dsn, {"k": nap}, listen=False) as runner:
                 job = enqueue(db, "k", {"seconds": 0.5})
-                await until(lambda: state(db, job)["state"] == "running")
+                await until(lambda: runner.slots.running)  # the claim's answer has come, too
                 proxy.freeze()
                 began = time.monotonic()
                 await until(lambda: state(db, job)["state"] == "completed")
