@@ -106,7 +106,11 @@ class Attempt:
     def conclude(self) -> Ending:
         """Decide, now that the handler has ended, how the attempt is to be settled."""
         assert self.task is not None
-        ending = None if self.task.cancelled() else self.task.result()
+        ending = None
+        if not self.task.cancelled():
+            # What was raised may be such that it could not even be judged.
+            exc = self.task.exception()
+            ending = self.task.result() if exc is None else Ending("fail", type(exc).__name__)
         silent = News.TIMED_OUT in self.lease.told and ending and not ending.verb
         if not self.lease.owned:
             return Ending()

@@ -77,6 +77,8 @@ class Permanent(Outcome):
 class Retry(Outcome):
     """Fail this attempt; `retry_in` overrides the backoff that the database computes."""
 
+    retry_in: timedelta | None = None  # also where a subclass has an __init__ of its own
+
     def __init__(self, error: str, *, retry_in: timedelta | None = None) -> None:
         super().__init__(error)
         self.retry_in = retry_in
@@ -87,6 +89,8 @@ class Release(Outcome):
 
     It can be claimed again after `delay`, by default a second.
     """
+
+    delay: timedelta | None = None
 
     def __init__(self, reason: str, *, delay: timedelta | None = None) -> None:
         super().__init__(reason)

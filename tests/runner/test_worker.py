@@ -151,6 +151,37 @@ def test_outcomes_are_told_apart_by_the_type_of_what_is_raised(dsn: str, db: Con
     assert documents(db, jobs["permanent"])[1] == "no such address"
 
 
+class Busy(Retry):
+    def __init__(self) -> None:
+        pass
+
+
+class NotYet(Release):
+    def __init__(self) -> None:
+        pass
+
+
+class Riddle(Busy):
+    @property
+    def retry_in(self) -> Any:
+        raise ZeroDivisionError
+
+
+def test_an_outcome_needs_no_init_of_ours_and_one_that_cannot_be_read_is_a_failed_attempt(
+    dsn: str, db: Connection
+) -> None:
+    handlers = {"busy": raiser(Busy()), "riddle": raiser(Riddle()), "not_yet": raiser(NotYet())}
+    jobs = [enqueue(db, kind, max_attempts=1) for kind in handlers]
+
+    async def scenario() -> None:
+        async with running(dsn, handlers, poll=60):
+            ends = ["failed", "failed", "scheduled"]
+            await until(lambda: [state(db, job)["state"] for job in jobs] == ends)
+
+    asyncio.run(scenario())
+    assert documents(db, jobs[1])[1] == "ZeroDivisionError"
+
+
 def test_a_payload_that_cannot_be_read_fails_alone_in_its_batch(dsn: str, db: Connection) -> None:
     jobs = [enqueue(db, "k", {"n": n}) for n in range(3)]
     digits = '{"n": ' + "9" * 5000 + "}"
