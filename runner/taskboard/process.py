@@ -17,7 +17,8 @@ from taskboard.handlers import Handler
 from taskboard.preflight import find_handlers
 from taskboard.settings import Settings, SettingsError
 from taskboard.several import name_of
-from taskboard.worker import BROKEN, STUCK, Worker
+from taskboard.stopping import BROKEN, STUCK
+from taskboard.worker import Worker
 
 # Which database a line of the log is about, where there are several.
 DATABASE = ContextVar("DATABASE", default="")

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -20,7 +19,7 @@ from uuid import UUID
 from psycopg.errors import InsufficientPrivilege
 
 from taskboard import attempts, db, schedules
-from taskboard.attempts import STOPPING, Attempt, is_async
+from taskboard.attempts import Attempt, is_async
 from taskboard.connections import Link, Weather, borrow, connect, handler_pool, keep_on, one_line
 from taskboard.handlers import Handler
 from taskboard.job import Ending, Job
@@ -29,13 +28,13 @@ from taskboard.preflight import introduce, not_allowed
 from taskboard.settings import Settings, SettingsError
 from taskboard.settle import Settler
 from taskboard.slots import Slots
+from taskboard.stopping import BROKEN, FINE, STUCK, drain
 from taskboard.wake import Wake
 
 log = logging.getLogger(__name__)
 
-FINE, BROKEN, JOBS_FAILED, STUCK = 0, 1, 3, 4  # exit codes; 2 is a usage error
 POLL, POLL_WOKEN = 1.0, 5.0  # seconds
-SETTLES_WITHIN, ANSWERS_WITHIN = 5.0, 10.0  # at a stop; a call, which may wait 5 s for a lock
+ANSWERS_WITHIN = 10.0  # a call, which may wait 5 s for a lock
 MAINTAIN_EVERY = 60.0
 
 
@@ -47,15 +46,15 @@ class Worker:
         self._plain = {kind for kind, handler in handlers.items() if not is_async(handler)}
         self._scope = list(settings.queues) or None, sorted(handlers)
         self._loop = asyncio.get_running_loop()
-        self._stirred = asyncio.Event()  # there may be something to claim, or to wait no more for
+        self.stirred = asyncio.Event()  # there may be something to claim, or to wait no more for
         url, name = settings.database_url, f"taskboard {settings.worker}"
         dial = partial(connect, url, name)
         self.control = Link("control", dial, within=ANSWERS_WITHIN, cap=5)
         self.pool = handler_pool(url, name, settings.pool - 2)
         self.renewer = Renewer(dial, self._loop)
-        self._settler = Settler(self.control, self._leave)
+        self.settler = Settler(self.control, self._leave)
         dial_directly = partial(connect, settings.listen_url or url, name)
-        self.wake = Wake(dial_directly, self._scope[0], self._stirred.set)
+        self.wake = Wake(dial_directly, self._scope[0], self.stirred.set)
         self.threads = ThreadPoolExecutor(settings.slots, "taskboard-handler")
         self.slots = Slots(settings.slots)
         self._side: set[asyncio.Task[Any]] = set()
@@ -80,7 +79,7 @@ class Worker:
         await self.pool.open()
         maintain = partial(borrow, self.pool, db.maintain, wait=10, within=MAINTAIN_EVERY)
         endless = [
-            self._settler.run(),
+            self.settler.run(),
             schedules.run(self.control),
             keep_on("maintain", self.control, maintain, MAINTAIN_EVERY),
         ]
@@ -96,19 +95,19 @@ class Worker:
                     self.code = BROKEN
                     if not isinstance(exc, SettingsError):
                         log.error("unexpected end of %s", task.get_coro(), exc_info=exc)
-            await self._drain(claiming, self.settings.grace)
+            await drain(self, claiming, self.settings.grace)
             if isinstance(exc := claiming.exception(), SettingsError) and self.code != STUCK:
                 raise exc
         except asyncio.CancelledError:
             self.stop()
-            await self._drain(claiming, 0)
+            await drain(self, claiming, 0)
             raise
 
     def stop(self) -> None:
         """Claim no more, give the handlers their time, and end."""
         self.stopping.set()
         self._fill()
-        self._stirred.set()
+        self.stirred.set()
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Start a task that is ended with the runner at the latest."""
@@ -122,16 +121,16 @@ class Worker:
     async def _claim(self) -> None:
         settings, missed = self.settings, 0
         while not self.stopping.is_set():
-            self._stirred.clear()
-            self._settler.release(self.slots.drop())
+            self.stirred.clear()
+            self.settler.release(self.slots.drop())
             # The next batch is claimed while the last one runs and the one before it is settled.
-            free = self.slots.free(len(self._settler.waiting))
+            free = self.slots.free(len(self.settler.waiting))
             if free <= 0:
                 if len(self.slots.running) == settings.slots and not self.slots.alive:
                     log.error("all %d slots hold handlers that do not end", settings.slots)
                     return self.stop()
                 self.well_at = now()
-                await self._rest(1)
+                await self.rest(1)
                 continue
             if not self.renewer.is_alive():
                 raise RuntimeError("the renewer's thread is gone")
@@ -143,7 +142,7 @@ class Worker:
                 if not claimed:
                     due_in = await self.control.call(db.next_claimable_in, *self._scope)
             except Weather:
-                await self._rest(self.control.delay)
+                await self.rest(self.control.delay)
                 continue
             except InsufficientPrivilege as exc:
                 raise not_allowed(self.control, f"cannot claim: {one_line(exc)}") from None
@@ -154,13 +153,13 @@ class Worker:
                 await asyncio.sleep(0)  # they begin before the next claim is sent
                 continue
             ready = due_in is not None and due_in <= 0  # just being taken, or out of reach
-            if settings.until_empty and not (ready or self.slots.running or self._settler.waiting):
+            if settings.until_empty and not (ready or self.slots.running or self.settler.waiting):
                 return self.stop()
             missed = missed + 1 if ready else 0
             poll = self.slots.linger or settings.poll or (POLL_WOKEN if self.wake.works else POLL)
             if ready or due_in is None:
                 due_in = 0.02 * 2 ** min(missed, 9) if ready else poll
-            await self._rest(min(due_in + 0.002, poll * random.uniform(0.9, 1.1)))
+            await self.rest(min(due_in + 0.002, poll * random.uniform(0.9, 1.1)))
 
     def _start(self, claimed: Sequence[tuple[UUID, Job]], sent_at: float) -> None:
         begun = []
@@ -173,59 +172,31 @@ class Worker:
         for attempt in begun:
             if attempt.job.id in still_here:  # the handler of an earlier attempt does not end
                 later = Ending("release", "it still runs here", after=attempt.job.lease)
-                self._settler.add(attempt, later)
+                self.settler.add(attempt, later)
         self._fill()
 
     def _fill(self) -> None:
         if self.stopping.is_set():
-            return self._settler.release(self.slots.drop(0))
+            return self.settler.release(self.slots.drop(0))
         for attempt in self.slots.fill():
             attempt.task = self._loop.create_task(attempt.run(self))
             attempt.task.add_done_callback(partial(self._end, attempt))
 
     def _end(self, attempt: Attempt, task: object) -> None:
         self.slots.end(attempt)
-        self._settler.add(attempt, attempt.conclude())
+        self.settler.add(attempt, attempt.conclude())
         self._fill()
-        self._stirred.set()
+        self.stirred.set()
 
     def _leave(self, attempt: Attempt) -> None:
         self.renewer.forget(attempt.lease)
-        self._stirred.set()
+        self.stirred.set()
 
-    # Stopping.
-
-    async def _drain(self, claiming: asyncio.Task[None], grace: float) -> None:
-        if self.slots.running:
-            log.info("stopping: %d running, %g s to end", len(self.slots.running), grace)
-        await self._until(lambda: not self.slots.alive, grace)
-        for attempt in list(self.slots.running):
-            attempt.interrupt(STOPPING)
-        await self._until(lambda: not self.slots.alive, attempts.ENDS_WITHIN)
-        # A thread cannot be cancelled; giving its job back would have it done twice at once.
-        if any(attempt.threaded for attempt in self.slots.alive):
-            log.info("stopping: waiting for handlers in threads")
-            await self._until(lambda: not any(a.threaded for a in self.slots.alive), math.inf)
-        await asyncio.wait([claiming])  # what a claim under way returns is given back
-        await self._until(lambda: not self._settler.waiting, SETTLES_WITHIN)
-        if left := len(self._settler.waiting):
-            log.warning("stopping: %d jobs not settled, their leases lapse", left)
-        if stuck := len(self.slots.running):
-            log.error("stopping: %d handlers do not end", stuck)
-            self.code = STUCK
-        elif self._settler.failed and self.settings.until_empty and self.code == FINE:
-            self.code = JOBS_FAILED
-
-    async def _until(self, done: Callable[[], bool], seconds: float) -> None:
-        ends_at = self._loop.time() + seconds
-        while not done() and self._loop.time() < ends_at:
-            self._stirred.clear()
-            await self._rest(min(ends_at - self._loop.time(), 0.2))
-
-    async def _rest(self, seconds: float) -> None:
+    async def rest(self, seconds: float) -> None:
+        """Wait until something stirs, for so long at most."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._stirred.wait()
+                await self.stirred.wait()
 
     async def _close_all(self) -> None:
         self.renewer.stop()

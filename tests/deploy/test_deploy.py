@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from support import Connection, rows, wait_for
-from taskboard import attempts, worker
+from taskboard import attempts, stopping, worker
 from taskboard.cli import duration, make_parser
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +83,7 @@ def test_a_runner_that_is_stopped_as_the_unit_says_ends_its_job_or_gives_it_back
 
 def test_the_time_to_stop_covers_the_grace_and_all_that_comes_after_it() -> None:
     arguments = make_parser().parse_args(shlex.split(settings()["ExecStart"])[1:])
-    after = 2 * attempts.ENDS_WITHIN + 2 * worker.ANSWERS_WITHIN + worker.SETTLES_WITHIN
+    after = 2 * attempts.ENDS_WITHIN + 2 * worker.ANSWERS_WITHIN + stopping.SETTLES_WITHIN
     assert arguments.grace == duration("25s") and arguments.pool == 10
     assert int(settings()["TimeoutStopSec"]) >= arguments.grace.total_seconds() + after + 5
     assert settings()["Restart"] == "always" and settings()["RestartPreventExitStatus"] == "2"
