@@ -29,13 +29,14 @@ SETTLED = ("given_back", "cancelled", "held")
 class Settler:
     """Holds the attempts that have ended, and settles them one batch after the other.
 
-    `left` is told of each that is over. `failed`: a job of this runner's has failed.
+    `left` is told of each that is over. `failed`: a job of this runner's has failed. `behind`: the
+    database was away, and has not taken what is known since; a claim would have it done again.
     """
 
     def __init__(self, link: Link, left: Callable[[Attempt], None]) -> None:
         self._link, self._left = link, left
         self.waiting: dict[Attempt, None] = {}
-        self.failed = False
+        self.failed = self.behind = False
         self._wanted = asyncio.Event()
 
     def add(self, attempt: Attempt, ending: Ending) -> None:
@@ -63,14 +64,17 @@ class Settler:
                 for attempt in batch:
                     if attempt in self.waiting:
                         await self._settle(attempt)
-            except Weather:
+                self.behind = False
+            except Weather as exc:
+                self.behind |= not isinstance(exc, InTheWay)
                 await asyncio.sleep(self._link.delay)
             if self.waiting:
                 self._wanted.set()
 
     async def _settle_many(self, verb: str, attempts: list[Attempt]) -> None:
         """Complete or fail together what need not be alone."""
-        together = [attempt for attempt in attempts if not attempt.alone]
+        # One attempt of a job: answers name the job.
+        together = list({each.job.id: each for each in attempts if not each.alone}.values())
         if len(together) < 2:
             return
         owners = (attempt.lease.owner for attempt in together)

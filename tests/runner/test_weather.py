@@ -181,6 +181,37 @@ def test_what_is_known_stays_and_nothing_spins_and_all_goes_on_without_a_restart
     assert runner.words() == ["1 began", "1 ended"] * 2
 
 
+def test_what_is_known_is_settled_before_anything_is_claimed_after_an_outage(
+    dsn: str, db: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    began, end = list[int](), asyncio.Event()
+
+    async def handler(ctx: Context) -> None:
+        began.append(ctx.job.attempt)
+        await end.wait()
+
+    async def scenario() -> None:
+        with TcpProxy(dsn) as proxy:
+            async with running(proxy.dsn, {"k": handler}, listen=False) as runner:
+                jobs = [enqueue(db, "k", lease="2s") for _ in range(4)]
+                await until(lambda: len(began) == 4)
+                proxy.refusing = True
+                proxy.cut()
+                end.set()
+                await until(lambda: {state(db, job)["state"] for job in jobs} == {"expired"})
+                proxy.refusing = False
+
+                def ended() -> bool:
+                    runner.stirred.set()  # whoever claims has no patience
+                    return {state(db, job)["state"] for job in jobs} == {"completed"}
+
+                await until(ended)
+
+    asyncio.run(scenario())
+    assert began == [1] * 4 and caplog.text.count("completed") == 4
+
+
 def log(runner: Process) -> list[str]:
     return runner.log.read_text().splitlines()
 

@@ -21,9 +21,11 @@ from tcp_proxy import TcpProxy
 from support import expire, wait_for
 from taskboard import attempts, wake
 from taskboard import db as calls
+from taskboard.attempts import Attempt
 from taskboard.connections import connect_arguments
 from taskboard.handlers import Held, LeaseLost, Permanent, Release, Retry, ThreadContext
-from taskboard.leases import News
+from taskboard.job import Ending
+from taskboard.leases import Lease, News, now
 from taskboard.process import run
 from taskboard.settings import Settings, SettingsError
 
@@ -302,6 +304,29 @@ def test_a_completion_after_a_reclaim_changes_nothing_and_stops_nobody(
     assert {state(db, other)["state"] for other in others} == {"completed"}
     assert f"job={job} kind=k attempt=1 lease lost (not_current)" in caplog.text
     assert caplog.text.count("lease lost") == 1
+
+
+@pytest.mark.parametrize("verb", ["complete", "fail"])
+def test_of_two_attempts_of_a_job_that_end_together_only_the_last_counts(
+    dsn: str, db: Connection, caplog: pytest.LogCaptureFixture, verb: str
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def scenario() -> None:
+        async with running(dsn, {"other": noop}, listen=False) as runner:
+            job, ended = enqueue(db, "k"), list[Attempt]()
+            for _ in range(2):
+                asked = None, ["k"], 1, None, "me"
+                [(token, claimed)] = await runner.control.call(calls.claim, *asked)
+                ended.append(Attempt(claimed, noop, Lease(token, claimed, now()), threaded=False))
+                expire(db, job)
+            for attempt in ended:
+                runner.settler.add(attempt, Ending(verb, permanent=True))
+            await until(lambda: not runner.settler.waiting)
+
+    asyncio.run(scenario())
+    assert " attempt=1 lease lost (" in caplog.text
+    assert f" attempt=2 {verb}" in caplog.text
 
 
 @pytest.mark.parametrize("verb, ends_as", [("complete", "completed"), ("fail", "failed")])
