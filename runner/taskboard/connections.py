@@ -154,6 +154,11 @@ def is_transient(exc: BaseException) -> bool:
     return isinstance(exc, psycopg.OperationalError | psycopg.InterfaceError | OSError)
 
 
+def is_harmless(exc: BaseException) -> bool:
+    """Tell whether it left the connection fit for use, with nothing changed: a lock, a limit."""
+    return HARMLESS.match(getattr(exc, "sqlstate", None) or "") is not None
+
+
 class Link:
     """One connection for short calls, taken in turn; opened when needed, reopened when lost.
 
@@ -215,7 +220,7 @@ class Link:
     def _weather(self, exc: Exception) -> Weather:
         text, before = one_line(exc) or type(exc).__name__, self._pause
         self._pause = min(max(before * 2, self._first), self._cap)
-        if HARMLESS.match(getattr(exc, "sqlstate", None) or ""):
+        if is_harmless(exc):
             if before == 0:
                 log.warning("%s: in the way, trying again: %s", self._name, text)
             return InTheWay(text)
@@ -311,6 +316,22 @@ async def borrow(
     async with lent(pool, wait) as conn:
         with bounded(conn, within):
             return await call(conn, *arguments)
+
+
+async def ask(
+    pool: Pool, link: Link, call: Call[T], *arguments: Any
+) -> T:
+    """Make a call on a pooled connection: calls at once share a commit, and none waits for others.
+
+    Where all are in use, or one was left unfit, the link decides; but it, which has to be there
+    for all, waits for no lock that was in the way. Raises what Link.call does.
+    """
+    try:
+        return await borrow(pool, call, *arguments, wait=0.2, within=link.within)
+    except (psycopg.Error, OSError) as exc:
+        if is_harmless(exc):
+            raise InTheWay(one_line(exc)) from exc
+    return await link.call(call, *arguments)
 
 
 async def keep_on(

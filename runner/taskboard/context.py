@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import psycopg
 
 from taskboard import db, trace
-from taskboard.connections import Call, Connection, Weather, borrow, lent
+from taskboard.connections import Call, Connection, Weather, ask, lent
 from taskboard.job import Effect, Held, Job, LeaseLost, storable
 from taskboard.leases import Lease, News, now
 
@@ -133,20 +133,14 @@ class Context:
             raise LeaseLost("the lease has lapsed or is somebody else's")
 
     async def _ask(self, call: Call[T], *arguments: Any, always: bool = False) -> T:
-        """Call until there is an answer; the lease is checked each time, unless told not to.
-
-        On a pooled connection: calls at once share a commit. Where handlers hold them all, or left
-        one unfit for use, the control connection decides.
-        """
+        """Call until there is an answer; the lease is checked each time, unless told not to."""
         pool, control = self._worker.pool, self._worker.control
         arguments = (*self._lease.owner, *arguments)
         while True:
             if not always:
                 self.check()
-            with suppress(psycopg.Error, OSError):
-                return await borrow(pool, call, *arguments, wait=0.2, within=control.within)
             try:
-                return await control.call(call, *arguments)
+                return await ask(pool, control, call, *arguments)
             except Weather:
                 await asyncio.sleep(control.delay)
 

@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any
+from contextlib import suppress
+from typing import Any, TypeVar
 from uuid import UUID
 
 import psycopg
 
 from taskboard import db
 from taskboard.attempts import Attempt
-from taskboard.connections import Call, InTheWay, Link, Weather, array, one_line
+from taskboard.connections import Call, InTheWay, Link, Pool, Weather, array, ask, one_line
 from taskboard.job import Ending, Failed, clean
 from taskboard.leases import now
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 BATCH = 1000
+PATIENCE = 0.2  # seconds for which a batch holds up the next one
 CALLS: dict[str, Call[Any]] = {
     "complete": db.complete, "fail": db.fail, "release": db.release,
 }  # fmt: skip
@@ -27,17 +31,26 @@ SETTLED = ("given_back", "cancelled", "held")
 
 
 class Settler:
-    """Holds the attempts that have ended, and settles them one batch after the other.
+    """Holds the attempts that have ended, and settles them in batches.
+
+    It asks on pooled connections, and on the link where there is none to be had: a lock in the way
+    then holds up neither claims nor other batches. What it concerns is settled by itself, later.
 
     `left` is told of each that is over. `failed`: a job of this runner's has failed. `behind`: the
     database was away, and has not taken what is known since; a claim would have it done again.
     """
 
-    def __init__(self, link: Link, left: Callable[[Attempt], None]) -> None:
-        self._link, self._left = link, left
+    def __init__(self, link: Link, pool: Pool, left: Callable[[Attempt], None]) -> None:
+        self._link, self._pool, self._left = link, pool, left
         self.waiting: dict[Attempt, None] = {}
         self.failed = self.behind = False
         self._wanted = asyncio.Event()
+        self._group: asyncio.TaskGroup
+        # In a batch under way, or set aside since a lock is in the way; the latter are at work too.
+        self._at_work, self._aside = set[Attempt](), set[Attempt]()
+        # Whatever is locked, these leave a part of the pool to the handlers.
+        self._batches = asyncio.Semaphore(max(2, pool.max_size // 2))
+        self._singles = asyncio.Semaphore(max(1, pool.max_size // 4))
 
     def add(self, attempt: Attempt, ending: Ending) -> None:
         """Settle an attempt soon."""
@@ -53,23 +66,30 @@ class Settler:
             self.add(attempt, Ending("release"))
 
     async def run(self) -> None:
-        """Settle for ever."""
-        while True:
-            await self._wanted.wait()
-            self._wanted.clear()
-            batch = list(self.waiting)[:BATCH]
+        """Settle for ever. A batch waits for the one before it, but not while that is held up."""
+        async with asyncio.TaskGroup() as self._group:
+            while True:
+                await self._wanted.wait()
+                self._wanted.clear()
+                if batch := [one for one in self.waiting if one not in self._at_work][:BATCH]:
+                    self._at_work.update(batch)
+                    task = self._group.create_task(self._settle_all(batch))
+                    await asyncio.wait({task}, timeout=None if self.behind else PATIENCE)
+
+    async def _settle_all(self, batch: list[Attempt]) -> None:
+        async with self._batches:
             try:
                 for verb in ("complete", "fail"):
                     await self._settle_many(verb, [a for a in batch if a.ending.verb == verb])
                 for attempt in batch:
-                    if attempt in self.waiting:
+                    if attempt in self.waiting and attempt not in self._aside:
                         await self._settle(attempt)
                 self.behind = False
-            except Weather as exc:
-                self.behind |= not isinstance(exc, InTheWay)
+            except Weather:
+                self.behind = True
                 await asyncio.sleep(self._link.delay)
-            if self.waiting:
-                self._wanted.set()
+        self._at_work.difference_update(set(batch) - self._aside)
+        self._wanted.set()
 
     async def _settle_many(self, verb: str, attempts: list[Attempt]) -> None:
         """Complete or fail together what need not be alone."""
@@ -85,13 +105,14 @@ class Settler:
             if verb == "complete":
                 results = [ending.result for ending in endings]
                 asked = ids, tokens, results if any(results) else None
-                answers = dict.fromkeys(await self._link.call(db.complete_many, *asked), True)
+                answers = dict.fromkeys(await self._ask(db.complete_many, *asked), True)
             else:
                 more = (list(each) for each in zip(*(e.arguments for e in endings), strict=True))
-                failed = await self._link.call(db.fail_many, ids, tokens, *more)
+                failed = await self._ask(db.fail_many, ids, tokens, *more)
                 answers = {answer.job_id: answer for answer in failed}
-        except (InTheWay, psycopg.Error):
-            # One row that is locked, or one document that is refused, holds up no others.
+        except InTheWay as exc:  # one row that is locked holds up no others
+            return self._set_aside(together, exc)
+        except psycopg.Error:  # nor does one document that is refused
             answers = {}
         for attempt in together:
             attempt.alone = True
@@ -103,9 +124,11 @@ class Settler:
         answer, status = None, ""
         try:
             if ending.verb:
-                answer = await self._link.call(CALLS[ending.verb], *owner, *ending.arguments)
+                answer = await self._ask(CALLS[ending.verb], *owner, *ending.arguments)
             if not answer:
-                status = str(await self._link.call(db.lease_status, *owner))
+                status = str(await self._ask(db.lease_status, *owner))
+        except InTheWay as exc:
+            return self._set_aside([attempt], exc)
         except Weather:
             if ending.verb:
                 self.waiting[attempt] = self.waiting.pop(attempt)  # the others go first next time
@@ -117,6 +140,30 @@ class Settler:
                 return
             status = f"settling was refused: {clean(exc)}"
         self._note(attempt, answer, status)
+
+    async def _ask(self, call: Call[T], *arguments: Any) -> T:
+        return await ask(self._pool, self._link, call, *arguments)
+
+    def _set_aside(self, attempts: Iterable[Attempt], why: InTheWay) -> None:
+        """Settle each by itself, as soon as nothing is in its way any more."""
+        if not self._aside:
+            log.warning("settling: in the way, trying again: %s", why)
+        for attempt in set(attempts) - self._aside:
+            self._aside.add(attempt)
+            self._group.create_task(self._settle_aside(attempt))
+
+    async def _settle_aside(self, attempt: Attempt) -> None:
+        pause = 0.1
+        with suppress(Weather):  # a batch goes on with it, then
+            while attempt in self.waiting:
+                async with self._singles:
+                    await self._settle(attempt)
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, 5)
+        self.behind |= attempt in self.waiting
+        self._aside.discard(attempt)
+        self._at_work.discard(attempt)
+        self._wanted.set()
 
     def _note(self, attempt: Attempt, answer: Any, status: str = "") -> None:
         """Conclude from the database's answer, or from the token's status where there is none."""

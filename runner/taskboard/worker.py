@@ -52,7 +52,7 @@ class Worker:
         self.control = Link("control", dial, within=ANSWERS_WITHIN, cap=5)
         self.pool = handler_pool(url, name, settings.pool - 2)
         self.renewer = Renewer(dial, self._loop)
-        self.settler = Settler(self.control, self._leave)
+        self.settler = Settler(self.control, self.pool, self._leave)
         dial_directly = partial(connect, settings.listen_url or url, name)
         self.wake = Wake(dial_directly, self._scope[0], self.stirred.set)
         self.threads = ThreadPoolExecutor(settings.slots, "taskboard-handler")

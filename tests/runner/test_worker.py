@@ -354,6 +354,64 @@ def test_one_locked_row_does_not_hold_up_what_ends_beside_it(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("what", ["row", "serial key"])
+def test_a_lock_on_one_job_stalls_neither_claims_nor_what_else_ends(
+    dsn: str, db: Connection, connect: Callable[..., Connection], what: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    locker, ended = connect("locker", autocommit=False), list[Any]()
+
+    async def handler(ctx: Context) -> None:
+        if ctx.job.payload:
+            lock = {
+                "row": "select from taskboard.jobs where id = %s for update",
+                "serial key": "select taskboard.enqueue('k', serial_key => %s::text)",
+            }
+            locker.execute(lock[what], [ctx.job.id if what == "row" else "one"])
+        ended.append(ctx.job.id)
+
+    async def scenario() -> None:
+        async with running(dsn, {"k": handler}, pool=4):
+            stuck = enqueue(db, "k", {"lock": True}, serial_key="one")
+            await until(lambda: ended)
+            # In far less time than a call waits for a lock.
+            for _ in range(40):
+                enqueue(db, "k")
+            await until(lambda: len(ended) == 41, within=3)
+            done = "select from taskboard.history"
+            await until(lambda: db.execute(done).rowcount == 40, within=1)
+            await until(lambda: "in the way" in caplog.text)
+            locker.rollback()
+            await until(lambda: state(db, stuck)["state"] == "completed")
+
+    asyncio.run(scenario())
+    assert caplog.text.count("settling: in the way, trying again: ") == 1
+
+
+@pytest.mark.parametrize("lease", ["60s", "0.6s"])
+def test_a_completion_is_recorded_though_handlers_hold_all_pooled_connections(
+    dsn: str, db: Connection, lease: str
+) -> None:
+    async def handler(ctx: Context) -> None:
+        if ctx.job.payload:
+            async with ctx.connection(), ctx.connection(), ctx.connection():
+                held.set()
+                await release.wait()
+
+    async def scenario() -> None:
+        async with running(dsn, {"k": handler}, pool=5):
+            jobs = [enqueue(db, "k", {"hold": True}, lease=lease)]
+            await held.wait()
+            jobs.append(enqueue(db, "k", lease=lease))
+            await until(lambda: state(db, jobs[1])["state"] == "completed")
+            release.set()
+            await until(lambda: state(db, jobs[0])["state"] == "completed")
+            assert {state(db, job)["attempt"] for job in jobs} == {1}
+
+    held, release = asyncio.Event(), asyncio.Event()
+    asyncio.run(scenario())
+
+
 def test_what_cannot_be_settled_stops_claims_at_twice_the_slots(
     dsn: str, db: Connection, connect: Callable[..., Connection]
 ) -> None:
