@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import psycopg
 
 from taskboard import db, trace
-from taskboard.connections import Call, Connection, Weather, ask, lent
+from taskboard.connections import Call, Connection, Weather, ask, lent, one_line
 from taskboard.job import Effect, Held, Job, LeaseLost, storable
 from taskboard.leases import Lease, News, now
 
@@ -76,13 +76,25 @@ class Context:
         """Record what became of an effect; `happened=False` means refused before it took place."""
         text, note = storable(result)
         # Evidence counts, late or not: neither a cancel nor a lost lease stops it.
-        asked = self._worker.spawn(self._ask(db.end_effect, step, happened, text, always=True))
-        if await asyncio.shield(asked) is None:
+        asked = self._worker.spawn(self._testify(step, happened, text))
+        state, refused = await asyncio.shield(asked)
+        note = note or refused
+        if state is None:
             note = "was never begun"
         elif not happened:
             self._begun.discard(step)  # as if it had never begun
         if note:
             log.warning("job=%s kind=%s end_effect %s: %s", self.job.id, self.job.kind, step, note)
+
+    async def _testify(self, step: str, happened: bool, text: str | None) -> tuple[Any, str]:
+        """End an effect, if need be without its result; answer its state, and a note about that."""
+        try:
+            return await self._ask(db.end_effect, step, happened, text, always=True), ""
+        except psycopg.Error as exc:
+            if text is None:
+                raise
+            note = f"result dropped: {one_line(exc)}"
+        return await self._ask(db.end_effect, step, happened, None, always=True), note
 
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[Connection]:

@@ -640,6 +640,21 @@ def test_evidence_of_an_effect_is_recorded_though_the_lease_is_lost_and_the_hand
     asyncio.run(scenario())
 
 
+def test_evidence_is_recorded_without_a_result_that_the_database_refuses(
+    dsn: str, db: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def handler(ctx: Context) -> None:
+        await ctx.begin_effect()
+        await ctx.end_effect(result="x" * 2_000_000)
+        raise Permanent("the effect took place all the same")
+
+    enqueue(db, "k")
+    assert drain(dsn, {"k": handler}) == 3
+    found = db.execute("select happened, result from taskboard.effects").fetchall()
+    assert found == [(True, None)]
+    assert "end_effect main: result dropped: " in caplog.text
+
+
 # The job's own limits, and the operator's word.
 
 
