@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date, timedelta
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import psycopg
 import pytest
@@ -33,7 +33,7 @@ from verbs import (
     state,
 )
 
-from support import expire, wait_until_blocked
+from support import expire, wait_for, wait_until_blocked
 
 rows_only = pytest.mark.rows_only
 
@@ -348,6 +348,36 @@ def test_completions_beside_a_long_read_and_much_maintenance_are_quick(
             busy = False
         keeping.result()
     assert longest < 0.5
+
+
+@pytest.mark.parametrize(
+    ("job", "rights"), [("waiting", False), ("waiting", True), ("unknown", False)]
+)
+def test_a_day_is_dropped_while_a_producer_waits_for_a_job(
+    db: Db, connect: Connect, job: str, rights: bool
+) -> None:
+    day, producer = make_day(db, 30), connect("producer")
+    set_default(db, "queue_rights", rights)
+    job_id = enqueue(db) if job == "waiting" else uuid4()
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(call, producer, "wait_for", job_id=job_id, at_most="30 s")
+        wait_for(lambda: sleeps(db, producer), what="a look that found nothing")
+        assert f"dropped {day}" in {row["step"] for row in call(db, "maintain")}
+        assert not answer.done()
+        if job == "unknown":
+            producer.cancel_safe()
+        else:
+            call(db, "complete", **own(claim_one(db)))
+            assert answer.result()[0]["state"] == "completed"
+    assert day not in days(db)
+
+
+def sleeps(db: Db, other: Db) -> bool:
+    """Whether another session sleeps in the middle of a call."""
+    pid = other.info.backend_pid
+    return query(
+        db, "select 1 from pg_stat_activity where pid = %(pid)s and wait_event = 'PgSleep'", pid=pid
+    ) != []  # fmt: skip
 
 
 def test_maintenance_from_eight_sessions_beside_work_drops_each_day_once_and_fails_nowhere(
