@@ -85,7 +85,7 @@ def evict(load: Load, client: Client, worker: str) -> None:
     began, ended, found = load.timed(client, "evict", worker=worker)
     if ended == NEVER:
         load.history.lost.evictions.append((began, worker))
-    for row in found:
+    for row in (row for row in found if row.state != "busy"):
         load.add(row.job_id, load.op("evict", began, ended, None, row, worker=worker))
 
 

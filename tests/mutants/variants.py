@@ -225,8 +225,8 @@ MUTANTS: Final = (
         "eviction by a list that was read without a lock",
         "S3",
         "43_evict.sql",
-        (("    order by j.id\n    for update);", "    order by j.id);"),),
-        (OPERATOR + "test_eviction_behind_a_reclaim_leaves_the_new_lease_alone",),
+        (("    order by j.id\n    for update skip locked);", "    order by j.id);"),),
+        (OPERATOR + "test_eviction_beside_a_reclaim_leaves_the_new_lease_alone",),
     ),
     Mutant(
         "attempts counted only when a lease was lost",

@@ -141,7 +141,7 @@ class Play:
                     verb = made.verb.removesuffix("_many")
                     add(job_id, Op(verb, began, ended, token, rows.get(job_id)))
             case "evict":
-                for row in found:
+                for row in (row for row in found if row.state != "busy"):
                     add(row.job_id, Op("evict", began, ended, None, row, worker="w"))
             case "schedule" | "advance_schedule":
                 pass

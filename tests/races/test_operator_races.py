@@ -189,32 +189,50 @@ def test_retry_of_a_job_that_is_just_being_retried_and_claimed_is_refused(
 
 
 @pytest.mark.parametrize("end", ["commit", "rollback"])
-def test_eviction_waits_for_a_completion_and_lapses_only_what_is_left(
-    named: Named, end: str
-) -> None:
+def test_eviction_leaves_what_is_being_completed_and_says_so(named: Named, end: str) -> None:
     a, operator = named("A"), named("operator")
     for _ in range(2):
         a.enqueue()
     first, second = a.call("claim", max_jobs=2, worker="dead")
     a.begin()
     a.call("complete", job_id=first.job_id, lease_token=first.lease_token)
-    evict = operator.start("evict", worker="dead").blocks()
+    found = operator.at_once("evict", worker="dead")
+    assert {row.job_id: row.state for row in found} == {
+        first.job_id: "busy", second.job_id: "expired"
+    }  # fmt: skip
     a.end(end)
-    lapsed = {second.job_id} if end == "commit" else {first.job_id, second.job_id}
-    assert {row.job_id for row in evict.rows()} == lapsed
-    assert {job.job_id for job in a.call("claim", max_jobs=5)} == lapsed
+    again = [(row.job_id, row.state) for row in operator.call("evict", worker="dead")]
+    assert again == ([] if end == "commit" else [(first.job_id, "expired")])
 
 
-def test_eviction_behind_a_reclaim_leaves_the_new_lease_alone(named: Named) -> None:
+def test_eviction_is_not_held_up_by_a_transaction_that_the_dead_host_left_open(
+    named: Named,
+) -> None:
+    dead, operator = named("dead"), named("operator")
+    for _ in range(3):
+        dead.enqueue()
+    first, *others = dead.call("claim", max_jobs=3, worker="dead", lease="1 hour")
+    dead.begin()
+    dead.call("require_lease", job_id=first.job_id, lease_token=first.lease_token)
+    found = operator.at_once("evict", worker="dead")
+    assert [row.job_id for row in found if row.state == "busy"] == [first.job_id]
+    assert {job.job_id for job in operator.call("claim", max_jobs=5)} == {
+        job.job_id for job in others
+    }
+    details = "select detail from taskboard.incident_list where what = 'worker_evicted'"
+    assert operator.sql(details) == [("2 leases lapse; 1 are left, locked",)]
+
+
+def test_eviction_beside_a_reclaim_leaves_the_new_lease_alone(named: Named) -> None:
     a, b, operator = named("A"), named("B"), named("operator")
     job_id = a.enqueue()
     a.claim(worker="dead")
     b.begin()
     b.sql("update taskboard.jobs set claimable_at = clock_timestamp()")
     theirs = b.claim(worker="alive")
-    evict = operator.start("evict", worker="dead").blocks()
+    assert [row.state for row in operator.at_once("evict", worker="dead")] == ["busy"]
     b.end("commit")
-    assert evict.rows() == []
+    assert operator.call("evict", worker="dead") == []
     assert len(b.call("renew", job_id=job_id, lease_token=theirs.lease_token)) == 1
 
 

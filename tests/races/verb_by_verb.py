@@ -60,17 +60,17 @@ LEASE_CURRENT_2: Final = read("""
 first         | require_lease | begin_effect | end_effect | cancel     | force      | evict
 (none)        | current       | fresh        | done       | running    | cancelled  | expired
 claim         | current       | fresh        | done       | running    | cancelled  | expired
-renew         | current       | fresh        | done       | …running   | …cancelled | …expired
-renew_many    | current       | fresh        | done       | …running   | …cancelled | …expired
-complete      | …TB001        | …0 rows      | …done      | …completed | …completed | …0 rows
-fail          | …TB001        | …0 rows      | …done      | …cancelled | …cancelled | …0 rows
-release       | …TB001        | …0 rows      | …done      | …cancelled | …cancelled | …0 rows
-require_lease | current       | fresh        | done       | running    | …cancelled | …expired
-begin_effect  | current       | …fresh       | …done      | running    | …cancelled | …expired
-end_effect    | current       | …done        | …done      | running    | …cancelled | …expired
-cancel        | current       | fresh        | done       | …running   | …cancelled | …expired
-force         | …TB001        | …0 rows      | …done      | …cancelled | …cancelled | …0 rows
-evict         | …current      | …0 rows      | …done      | …cancelled | …cancelled | …0 rows
+renew         | current       | fresh        | done       | …running   | …cancelled | busy
+renew_many    | current       | fresh        | done       | …running   | …cancelled | busy
+complete      | …TB001        | …0 rows      | …done      | …completed | …completed | busy
+fail          | …TB001        | …0 rows      | …done      | …cancelled | …cancelled | busy
+release       | …TB001        | …0 rows      | …done      | …cancelled | …cancelled | busy
+require_lease | current       | fresh        | done       | running    | …cancelled | busy
+begin_effect  | current       | …fresh       | …done      | running    | …cancelled | busy
+end_effect    | current       | …done        | …done      | running    | …cancelled | busy
+cancel        | current       | fresh        | done       | …running   | …cancelled | busy
+force         | …TB001        | …0 rows      | …done      | …cancelled | …cancelled | busy
+evict         | …current      | …0 rows      | …done      | …cancelled | …cancelled | busy
 """)
 
 LEASE_LAPSED: Final = read("""

@@ -283,6 +283,13 @@ def test_ending_exhausted_jobs_reads_no_backlog(db: Db, warm: Db) -> None:
     assert touched(warm) < 800
 
 
+def test_an_eviction_reads_no_backlog(db: Db, warm: Db) -> None:
+    fill(db, READY, 20_000)
+    claim(warm, max_jobs=10, worker="dead")
+    assert touched(warm, "evict", "'nobody'") < 100
+    assert touched(warm, "evict", "'dead'") < 400
+
+
 def test_a_completion_and_a_renewal_cost_the_same_beside_a_long_history(
     db: Db, warm: Db
 ) -> None:
