@@ -58,7 +58,8 @@ begin
           claim.queues, claim.kinds, claim.max_jobs, claim.lease, v_worker);
       end if;
       v_picked := taskboard.pick_jobs(
-        claim.queues, claim.kinds, claim.max_jobs - v_got::integer, v_key, v_first);
+        claim.queues, claim.kinds, claim.max_jobs - v_got::integer, v_key,
+        v_first and v_got = 0);
       exit when v_picked is null;
       if v_set.special then
         v_ids := array(select j.id from taskboard.jobs as j where j.ctid = any (v_picked));

@@ -457,6 +457,35 @@ def test_a_claim_that_is_undone_hides_nothing_from_its_own_session(
 
 
 @rows_only
+def test_the_second_round_of_a_claim_that_is_undone_hides_nothing_from_its_own_session(
+    db: Db, connect: Connect
+) -> None:
+    """By a plan of the first of many lanes a claim got some jobs, and by a new plan no more."""
+    set_default(db, "notify", False)
+    jobs = [enqueue(db, queue=f"q{n}") for n in range(40)]
+    call(db, "complete_many", **pairs(*claim(db, max_jobs=len(jobs))))
+    call(db, "complete", **own(leased(db, queue="hot", priority=0)))
+    producer, worker = connect("producer"), connect("worker")
+    query(producer, "begin")
+    job_id = enqueue(producer, queue="hot", priority=0)
+    # The job comes when the worker has looked, so that its date lies before the candidate.
+    assert claim(worker, max_jobs=2) == []
+    query(producer, "commit")
+    ((name, plan),) = hints(worker).items()
+    assert plan[13] == "cut"
+    # That the plan is old enough for a look, though a claim may still do with it.
+    plan[1] = f"{float(plan[1]) - 1:.6f}"
+    plan[12] = "0.9"
+    give_hint(worker, name, "/".join(plan))
+    query(worker, "begin")
+    assert ids(claim(worker, max_jobs=2)) == [job_id]
+    gid = str(uuid4())
+    query(worker, f"prepare transaction '{gid}'")
+    query(worker, f"rollback prepared '{gid}'")
+    assert ids(poll(worker, max_jobs=2)) == [job_id]
+
+
+@rows_only
 def test_a_claim_that_is_undone_hides_nothing_from_other_sessions(
     db: Db, worker: Db, connect: Connect
 ) -> None:
