@@ -61,7 +61,10 @@ TURNS = {
         + job("fail(':job_id', ':lease_token', 'not today', retry_in => '3 seconds')"),
     ),
     "taking": (5, our_drain(1)),
-    "serial": (5, "\\set key random(1, 50)\n" + enqueue(", serial_key => 'k:key'") + our_drain(1)),
+    "serial": (
+        5,
+        "\\set key random(1, :keys)\n" + enqueue(", serial_key => 'k:key'") + our_drain(1),
+    ),
 }
 REPORT = (
     "select h.queue, h.kind, h.state, count(*), avg(h.finished_at - h.created_at)"
@@ -174,7 +177,7 @@ class Run:
         return [percentile(part, 99) if part else 0.0 for part in parts]
 
 
-def load(rig: Rig, dsn: str, seconds: float, clients: int) -> subprocess.Popen[str]:
+def load(rig: Rig, dsn: str, seconds: float, clients: int, keys: int) -> subprocess.Popen[str]:
     words = [
         str(rig.pgbench),
         "-n",
@@ -186,6 +189,8 @@ def load(rig: Rig, dsn: str, seconds: float, clients: int) -> subprocess.Popen[s
         str(int(seconds)),
         "-P",
         "1",
+        "-D",
+        f"keys={keys}",
     ]
     for name, (weight, script) in TURNS.items():
         path = rig.folder / f"{name}.sql"
@@ -226,7 +231,9 @@ def main() -> None:
                 add(db, given.backlog)
                 db.execute("vacuum analyze taskboard.jobs")
             run = Run(rig, side.dsn, seconds, each)
-            process = load(rig, side.dsn, seconds, given.clients)
+            # With fewer keys more jobs come than get their turn, which is once in a backlog.
+            keys = max(given.backlog // 5, 50)
+            process = load(rig, side.dsn, seconds, given.clients, keys)
             parts = [
                 run.part(work) for work in (run.probe, run.hold, run.report, run.roll, run.look)
             ]

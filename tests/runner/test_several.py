@@ -115,4 +115,4 @@ def test_migrate_brings_all_up_to_date(
     assert main(["migrate"]) == 0
     assert capsys.readouterr().out.count("already up to date") == 2
     assert main(["jobs"]) == 2, "which one?"
-    assert "cannot be read" in capsys.readouterr().err
+    assert "name one" in capsys.readouterr().err
