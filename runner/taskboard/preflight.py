@@ -49,10 +49,7 @@ def find_handlers(
             server = MailSettings.from_url(settings.smtp_url, settings.mail_from)
             found["email"] = email_handler(server)
         else:
-            given = {
-                "TASKBOARD_SMTP_URL": settings.smtp_url, "TASKBOARD_MAIL_FROM": settings.mail_from
-            }  # fmt: skip
-            off["email"] = f"set {' and '.join(name for name in given if not given[name])}"
+            off["email"] = mail_lacks(settings)
         if settings.stripe_api_key:
             from taskboard.handlers.stripe import stripe_handler
             from taskboard.stripe_calls import StripeSettings
@@ -87,6 +84,13 @@ def find_handlers(
                 raise SettingsError(f"two handlers for {kind}", "give each a kind of its own")
             off.pop(kind, None)
     return found | own, off
+
+
+def mail_lacks(settings: Settings) -> str:
+    """Say what is to be set before mail can be sent; at least one of them is not."""
+    url, sender = settings.smtp_url, settings.mail_from
+    given = {"TASKBOARD_SMTP_URL": url, "TASKBOARD_MAIL_FROM": sender}
+    return f"set {' and '.join(name for name in given if not given[name])}"
 
 
 def _dotted(name: str) -> str:

@@ -144,7 +144,7 @@ PLANTED: list[tuple[str, str, str, str, str]] = [
      "rights", "wrong", "role with oid [0-9]+, limited to mails, is gone", "allow_queue"),
     ("alter database {db} connection limit 4",
      "connections", "wrong", "up to 11 connections, and [1-4] are free", "smaller --pool"),
-    ("", "email", "note", "off", "set TASKBOARD_SMTP_URL"),
+    ("", "email", "note", "off", "set TASKBOARD_SMTP_URL and TASKBOARD_MAIL_FROM"),
     ("", "stripe", "note", "off", "set STRIPE_API_KEY"),
     ("", "jobs", "wrong", "held: 1;", "taskboard resolve ID STEP"),
     ("", "jobs", "wrong", "kind ready: 1 ready, .* none is running", "that handles ready"),

@@ -6,6 +6,7 @@ import asyncio
 
 from taskboard.connections import one_line
 from taskboard.console.checks import ANSWERS_WITHIN, Finding, Look, fine, note, wrong
+from taskboard.preflight import mail_lacks
 
 
 async def email(look: Look) -> list[Finding]:
@@ -16,7 +17,7 @@ async def email(look: Look) -> list[Finding]:
 
     url, mail_from = look.settings.smtp_url, look.settings.mail_from
     if not (url and mail_from):
-        look.off["email"] = f"set {'TASKBOARD_MAIL_FROM' if url else 'TASKBOARD_SMTP_URL'}"
+        look.off["email"] = mail_lacks(look.settings)
         return [note("off", f"{look.off['email']}, if runners here are to send mail")]
     try:
         mail = MailSettings.from_url(url, mail_from)
