@@ -401,10 +401,9 @@ def psql(arguments: argparse.Namespace) -> int:
 
     from psycopg import pq
 
-    from taskboard.settings import Settings
-
-    named = is_named(Settings.load())
-    with database(Settings.load()) as settings:
+    given = one_database()
+    named = is_named(given)
+    with database(given) as settings:
         program = (shutil.which("psql") if named else None) or embedded_psql()
         # By environment: arguments would show the password to every user of the machine.
         options = {

@@ -87,7 +87,7 @@ def test_streams_that_are_closed_or_full_end_no_command_in_a_traceback(db: Conne
 
 def test_a_command_for_one_database_takes_no_list_of_them(dsn: str, console: Console) -> None:
     both = "postgresql://ann@127.0.0.1:1/a postgresql://ann@127.0.0.1:1/b"
-    for command in ("jobs", "doctor", "enqueue k", "enqueue k - --lines", "upcoming", "board"):
+    for command in ("jobs", "doctor", "psql", "enqueue k - --lines", "upcoming", "board"):
         said = console(*command.split(), TASKBOARD_DATABASE_URL=both)
         assert (said.code, said.out) == (2, "")
         assert "names 2 databases\nhint: only run and migrate take several: name one" in said.err
