@@ -189,3 +189,43 @@ comment on function taskboard.finish_exhausted(uuid[]) is
 $$End jobs that lost their lease once too often; return how many (internal).
 Also those whose lease lapsed after a cancel was asked for.
 Skips a job whose row or serial key somebody else holds just now.$$;
+
+create or replace function taskboard.take_exhausted_turns()
+returns void
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set enable_hashjoin = off
+set enable_mergejoin = off
+set jit = off
+as $$
+declare
+  v_now timestamptz := clock_timestamp();
+begin
+  perform taskboard.take_turn_lock(k.serial_key)
+  from (
+    select distinct j.serial_key
+    from taskboard.settings as s
+    cross join taskboard.lanes as l
+    cross join lateral (
+      select p.*
+      from taskboard.jobs as p
+      where p.lane_id = l.id and p.claimable_at <= v_now
+      order by p.lane_id, p.claimable_at, p.place
+      limit 1000) as j
+    where s.one_row and l.returns_to = l.id
+      and j.lease_token is not null and j.serial_key is not null
+      and (j.lost_leases + 1 >= coalesce(j.max_lost_leases, s.max_lost_leases)
+        or j.cancel_requested_at is not null)
+    order by j.serial_key
+    limit 10) as k;
+end
+$$;
+
+comment on function taskboard.take_exhausted_turns() is
+$$Lock the serial keys of some exhausted jobs, in line with producers (internal).
+Who come without a gap would keep finish_exhausted, which passes over busy keys, from them for ever.
+Waits as long as the caller's lock_timeout says (55P03).$$;

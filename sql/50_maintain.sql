@@ -334,6 +334,12 @@ begin
   -- Locks of jobs and keys last until the end: not before retention, which may take seconds, nor
   -- after days were dropped, while history is locked. The next call does it.
   if not v_dropped then
+    begin
+      perform taskboard.take_exhausted_turns();
+    exception
+      when lock_not_available then
+        null;
+    end;
     return query select 'exhausted jobs ended'::text, taskboard.sweep_exhausted(
       taskboard.plan_scan(null, null, null), clock_timestamp(), 1000);
     -- A lane that was being registered while keep_history or limit_queue ran.

@@ -222,6 +222,24 @@ def test_exhausted_job_whose_serial_key_is_held_does_not_hide_what_is_ready(name
     producer.end("rollback")
 
 
+def test_housekeeping_waits_in_line_for_the_serial_key_of_an_exhausted_job(named: Named) -> None:
+    producer, keeper = named("producer"), named("keeper")
+    keeper.enqueue(serial_key="s", max_lost_leases=1)
+    exhausted = keeper.claim()
+    expire(keeper.conn, exhausted.job_id)
+    producer.begin()
+    producer.enqueue(serial_key="s")
+    # Not for long, but other producers come behind it.
+    assert [row.touched for row in keeper.call("maintain") if "exhausted" in row.step] == [0]
+    keeper.begin()
+    waiting = keeper.start("take_exhausted_turns").blocks()
+    producer.end("commit")
+    waiting.rows()
+    assert [row.touched for row in keeper.call("maintain") if "exhausted" in row.step] == [1]
+    keeper.end("commit")
+    assert [job.attempt for job in producer.call("claim")] == [1]
+
+
 def test_exhausted_job_that_another_claim_is_ending_does_not_hide_what_is_ready(
     named: Named,
 ) -> None:
