@@ -26,6 +26,7 @@ declare
     fail                 worker
     fail_many            worker
     release              worker
+    release_many         worker
     require_lease        worker
     lease_status         worker
     begin_effect         worker

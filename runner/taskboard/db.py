@@ -60,6 +60,9 @@ fail_many = every(
     Failed,
 )
 release = one("select state from taskboard.release(%s, %s, %s)", str)
+release_many: Call[list[UUID]] = every(
+    "select job_id from taskboard.release_many(%s::uuid[], %s::uuid[], %s)", as_it_is
+)
 begin_effect = one(
     "select step, idempotency_key, state, result from taskboard.begin_effect(%s, %s, %s, %s)",
     Effect,

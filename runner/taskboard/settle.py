@@ -79,7 +79,7 @@ class Settler:
     async def _settle_all(self, batch: list[Attempt]) -> None:
         async with self._batches:
             try:
-                for verb in ("complete", "fail"):
+                for verb in CALLS:
                     await self._settle_many(verb, [a for a in batch if a.ending.verb == verb])
                 for attempt in batch:
                     if attempt in self.waiting and attempt not in self._aside:
@@ -92,7 +92,7 @@ class Settler:
         self._wanted.set()
 
     async def _settle_many(self, verb: str, attempts: list[Attempt]) -> None:
-        """Complete or fail together what need not be alone."""
+        """Complete, fail or release together what need not be alone."""
         # One attempt of a job: answers name the job.
         together = list({each.job.id: each for each in attempts if not each.alone}.values())
         if len(together) < 2:
@@ -101,11 +101,16 @@ class Settler:
         ids, tokens = (array(each) for each in zip(*owners, strict=True))
         endings = [attempt.ending for attempt in together]
         answers: dict[UUID, Any]
+        asked: tuple[Any, ...]
         try:
             if verb == "complete":
                 results = [ending.result for ending in endings]
                 asked = ids, tokens, results if any(results) else None
                 answers = dict.fromkeys(await self._ask(db.complete_many, *asked), True)
+            elif verb == "release":
+                delays = [ending.after for ending in endings]
+                asked = ids, tokens, delays if any(delays) else None
+                answers = dict.fromkeys(await self._ask(db.release_many, *asked), True)
             else:
                 more = (list(each) for each in zip(*(e.arguments for e in endings), strict=True))
                 failed = await self._ask(db.fail_many, ids, tokens, *more)

@@ -23,6 +23,7 @@ SETTLES_WITHIN = 5.0
 async def drain(worker: Worker, claiming: asyncio.Task[None], grace: float) -> None:
     """Let what runs end within the grace period, end what does not, and settle it all."""
     slots, settler = worker.slots, worker.settler
+    ends_at = worker.loop.time() + grace
     if slots.running:
         log.info("stopping: %d running, %g s to end", len(slots.running), grace)
     await _until(worker, lambda: not slots.alive, grace)
@@ -34,7 +35,8 @@ async def drain(worker: Worker, claiming: asyncio.Task[None], grace: float) -> N
         log.info("stopping: waiting for handlers in threads")
         await _until(worker, lambda: not any(a.threaded for a in slots.alive), math.inf)
     await asyncio.wait([claiming])  # what a claim under way returns is given back
-    await _until(worker, lambda: not settler.waiting, SETTLES_WITHIN)
+    left_of_it = ends_at - worker.loop.time()
+    await _until(worker, lambda: not settler.waiting, max(SETTLES_WITHIN, left_of_it))
     if left := len(settler.waiting):
         log.warning("stopping: %d jobs not settled, their leases lapse", left)
     if stuck := len(slots.running):
@@ -45,8 +47,7 @@ async def drain(worker: Worker, claiming: asyncio.Task[None], grace: float) -> N
 
 
 async def _until(worker: Worker, done: Callable[[], bool], seconds: float) -> None:
-    loop = asyncio.get_running_loop()
-    ends_at = loop.time() + seconds
-    while not done() and loop.time() < ends_at:
+    ends_at = worker.loop.time() + seconds
+    while not done() and worker.loop.time() < ends_at:
         worker.stirred.clear()
-        await worker.rest(min(ends_at - loop.time(), 0.2))
+        await worker.rest(min(ends_at - worker.loop.time(), 0.2))

@@ -45,13 +45,13 @@ class Worker:
         self.settings, self._handlers = settings, handlers
         self._plain = {kind for kind, handler in handlers.items() if not is_async(handler)}
         self._scope = list(settings.queues) or None, sorted(handlers)
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self.stirred = asyncio.Event()  # there may be something to claim, or to wait no more for
         url, name = settings.database_url, f"taskboard {settings.worker}"
         dial = partial(connect, url, name)
         self.control = Link("control", dial, within=ANSWERS_WITHIN, cap=5)
         self.pool = handler_pool(url, name, settings.pool - 2)
-        self.renewer = Renewer(dial, self._loop)
+        self.renewer = Renewer(dial, self.loop)
         self.settler = Settler(self.control, self.pool, self._leave)
         dial_directly = partial(connect, settings.listen_url or url, name)
         self.wake = Wake(dial_directly, self._scope[0], self.stirred.set)
@@ -111,7 +111,7 @@ class Worker:
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Start a task that is ended with the runner at the latest."""
-        task = self._loop.create_task(coroutine)
+        task = self.loop.create_task(coroutine)
         self._side.add(task)
         task.add_done_callback(self._side.discard)
         return task
@@ -182,7 +182,7 @@ class Worker:
         if self.stopping.is_set():
             return self.settler.release(self.slots.drop(0))
         for attempt in self.slots.fill():
-            attempt.task = self._loop.create_task(attempt.run(self))
+            attempt.task = self.loop.create_task(attempt.run(self))
             attempt.task.add_done_callback(partial(self._end, attempt))
 
     def _end(self, attempt: Attempt, task: object) -> None:

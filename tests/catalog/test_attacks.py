@@ -163,7 +163,7 @@ def test_own_operators_and_functions_are_never_called_by_ours(attacker: Connecti
     guess = uuid4()
     for verb in ("renew", "begin_effect", "end_effect", "complete", "fail", "release"):
         assert rows(attacker, f"select * from taskboard.{verb}(%s, %s)", (job_id, guess)) == []
-    for verb in ("renew_many", "complete_many"):
+    for verb in ("renew_many", "complete_many", "release_many"):
         assert rows(attacker, f"select * from taskboard.{verb}(%s, %s)", ([job_id], [guess])) == []
     for verb in ("renew", "begin_effect", "end_effect", "require_lease", "complete"):
         assert len(rows(attacker, f"select * from taskboard.{verb}(%s, %s)", (job_id, token))) == 1
@@ -397,6 +397,7 @@ def test_no_error_shows_a_row_a_payload_or_a_token(db: Connection, attacker: Con
         "fail(%(job)s, %(token)s, retry_in => '-1 s')",
         "fail(%(job)s, %(token)s, permanent => null)",
         "release(%(job)s, %(token)s, '1000 years')",
+        "release_many(array[%(job)s]::uuid[], array[%(token)s]::uuid[], array[]::interval[])",
         "begin_effect(%(job)s, %(token)s, 'Not A Step')",
         "end_effect(%(job)s, %(token)s, happened => null)",
         "require_lease(%(token)s, %(job)s)",

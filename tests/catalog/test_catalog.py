@@ -97,7 +97,7 @@ def test_functions_that_wait_for_rows_have_a_bound_and_no_other_setting_is_unkno
     }
     assert bounded >= {
         "enqueue_many", "claim", "renew", "renew_many", "complete", "complete_many", "fail",
-        "release", "require_lease", "begin_effect", "end_effect", "cancel", "retry",
+        "release", "release_many", "require_lease", "begin_effect", "end_effect", "cancel", "retry",
         "retry_failed", "resolve", "evict",
     }  # fmt: skip
 

@@ -68,6 +68,7 @@ def test_every_function_ends_in_time_while_a_session_keeps_every_row_locked(
     assert wrong == []
     assert waited >= {
         "enqueue", "enqueue_many", "renew", "complete", "complete_many", "fail", "release",
+        "release_many",
         "require_lease", "begin_effect", "end_effect", "cancel", "pause", "resume",
         "limit_queue", "configure", "schedule", "unschedule",
     }  # fmt: skip

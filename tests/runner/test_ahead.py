@@ -8,6 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 from harness import Context, drain, enqueue, running, state, until
+from tcp_proxy import TcpProxy
 
 from taskboard import slots
 from taskboard.slots import AHEAD_JOBS, Slots
@@ -117,6 +118,27 @@ def test_a_stop_gives_back_at_once_what_waits_for_a_slot(
             if how == "stop":
                 runner.stop()
                 await until(lambda: leased(db) == 2)
+                gate.opened.set()
+        assert gate.short == SHORT
+        assert leased(db) == 0
+
+    for _ in range(SHORT):
+        enqueue(db, "k")
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_stop_gives_back_what_was_claimed_ahead_in_time_also_where_calls_are_slow(
+    dsn: str, db: Connection
+) -> None:
+    async def scenario() -> None:
+        gate = Gate()
+        with TcpProxy(dsn) as proxy:
+            async with running(proxy.dsn, {"k": gate}, pool=4, listen=False) as runner:
+                await gated(db, gate)
+                assert leased(db) > 20
+                proxy.delay = 0.3
+                runner.stop()
                 gate.opened.set()
         assert gate.short == SHORT
         assert leased(db) == 0

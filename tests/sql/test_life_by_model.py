@@ -485,14 +485,31 @@ class Life:
         token = self.a_token(job)
         delay = self.pick((None, HOUR))
         answer = self.ask("release", job_id=job.id, lease_token=token, delay=delay)
+        released = self.released(job, token, delay is not None)
+        assert [(row["job_id"], row["state"]) for row in answer] == [(job.id, job.state)] * released
+
+    def released(self, job: Job, token: UUID, waits: bool) -> bool:
+        """Whether a job must be taken back; then the model takes it back."""
         if not job.owns(token):
-            assert answer == []
-            return
+            return False
         if job.cancelling:
             self.end(job, "cancelled")
         else:
-            self.give_back(job, delay is not None)
-        assert [(row["job_id"], row["state"]) for row in answer] == [(job.id, job.state)]
+            self.give_back(job, waits)
+        return True
+
+    def release_many(self) -> None:
+        pairs = {job: self.a_token(job) for job in (self.a_job(*LEASED), self.a_job(*LEASED))}
+        delays = [HOUR if job.kind == "post" else None for job in pairs]
+        answer = self.ask(
+            "release_many", job_ids=[job.id for job in pairs], lease_tokens=list(pairs.values()),
+            delays=delays,
+        )  # fmt: skip
+        in_order = sorted(pairs, key=lambda job: job.id)
+        back = [job for job in in_order if self.released(job, pairs[job], job.kind == "post")]
+        assert [(row["job_id"], row["state"]) for row in answer] == [
+            (job.id, job.state) for job in back
+        ]
 
     def begin_effect(self) -> None:
         job = self.a_job(*LEASED)
@@ -769,6 +786,7 @@ VERBS: tuple[tuple[Callable[[Life], None], int, tuple[str, ...]], ...] = (
     (Life.fail_many, 2, LEASED),
     (Life.a_line_fails, 4, ("blocked",)),
     (Life.release, 2, LEASED),
+    (Life.release_many, 1, LEASED),
     (Life.begin_effect, 8, LEASED),
     (Life.end_effect, 4, ()),
     (Life.cancel, 2, ()),

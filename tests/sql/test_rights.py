@@ -233,7 +233,7 @@ def test_with_a_stolen_token_a_foreign_job_still_looks_unknown(db: Db, caller: D
     before = everything(db)
     for verb in ("renew", "complete", "fail", "release", "begin_effect", "end_effect"):
         assert call(caller, verb, **own(job)) == [], verb
-    for verb in ("renew_many", "complete_many"):
+    for verb in ("renew_many", "complete_many", "release_many"):
         assert call(caller, verb, **pairs(job)) == [], verb
     assert call(caller, "lease_status", **own(job))[0]["lease_status"] == "unknown_job"
     assert refused(caller, "require_lease", **own(job)) == "TB001"
