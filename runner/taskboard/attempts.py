@@ -64,6 +64,8 @@ class Attempt:
 
     async def run(self, worker: Worker) -> Ending:
         """Run the handler; answer how it ended, unless it was cancelled."""
+        if self.why:  # a thread would not be cancelled
+            raise asyncio.CancelledError
         try:
             job = self.job.read()
         except (ValueError, RecursionError) as exc:

@@ -184,6 +184,8 @@ class Worker:
         for attempt in self.slots.fill():
             attempt.task = self.loop.create_task(attempt.run(self))
             attempt.task.add_done_callback(partial(self._end, attempt))
+            for news in sorted(attempt.lease.told):  # while it waited for a slot
+                attempt.interrupt(news)
 
     def _end(self, attempt: Attempt, task: object) -> None:
         self.slots.end(attempt)

@@ -7,10 +7,12 @@ from typing import Any
 
 import psycopg
 import pytest
-from harness import Context, drain, enqueue, running, state, until
+from harness import Context, ThreadContext, drain, enqueue, running, state, until
 from tcp_proxy import TcpProxy
 
+from support import expire
 from taskboard import slots
+from taskboard.leases import News
 from taskboard.slots import AHEAD_JOBS, Slots
 
 Connection = psycopg.Connection[Any]
@@ -125,6 +127,60 @@ def test_a_stop_gives_back_at_once_what_waits_for_a_slot(
     for _ in range(SHORT):
         enqueue(db, "k")
     asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("threaded", [False, True])
+@pytest.mark.parametrize(
+    ("news", "options", "ends_as"),
+    [
+        (News.TIMED_OUT, {"timeout": "0.3s"}, "failed"),
+        (News.CANCEL, {"lease": "0.6s"}, "cancelled"),
+        (News.LOST, {"lease": "0.6s"}, "completed"),
+    ],
+)
+def test_what_happens_to_a_job_that_waits_for_a_slot_counts_when_it_begins(
+    dsn: str, db: Connection, monkeypatch: pytest.MonkeyPatch, threaded: bool, news: News,
+    options: dict[str, str], ends_as: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(slots, "WAITS_WITHIN", 60)
+    begun: list[int] = []
+
+    def in_thread(ctx: ThreadContext) -> None:
+        begun.append(ctx.job.attempt)
+
+    async def late(ctx: Context) -> None:
+        begun.append(ctx.job.attempt)
+
+    async def scenario() -> None:
+        gate = Gate()
+        handlers = {"k": gate, "late": in_thread if threaded else late}
+        async with running(dsn, handlers, pool=4) as runner:
+            await until(lambda: gate.short == SHORT)
+            for _ in range(2):
+                enqueue(db, "k", "long", priority=1)
+            await until(lambda: gate.at_once == 2)
+            job = enqueue(db, "late", max_attempts=1, **options)
+            await until(lambda: runner.slots.next)
+            [waiting] = runner.slots.next
+            if news == News.CANCEL:
+                db.execute("select taskboard.cancel(%s)", [job])
+            elif news == News.LOST:
+                with db.transaction():
+                    expire(db, job)
+                    db.execute("select taskboard.claim(worker => 'thief')")
+                    db.execute(
+                        "select taskboard.complete(id, lease_token) from taskboard.jobs"
+                        " where id = %s", [job],
+                    )  # fmt: skip
+            await until(lambda: news in waiting.lease.told)
+            gate.opened.set()
+            await until(lambda: state(db, job)["state"] == ends_as)
+
+    for _ in range(SHORT):
+        enqueue(db, "k")
+    asyncio.run(scenario())
+    assert begun == []
 
 
 @pytest.mark.usefixtures("eager")
