@@ -51,6 +51,7 @@ class Context:
         `key_valid_for`: how long the other side remembers the key. Raises `LeaseLost` when the
         lease is not current and unexpired, `Held` when a person must decide first.
         """
+        self.check()
         asked = self._worker.spawn(self._ask(db.begin_effect, step, key_valid_for))
         try:
             effect: Effect | None = await asyncio.shield(asked)
@@ -63,7 +64,7 @@ class Context:
             raise
         if effect is None:
             late = now() >= self._lease.stop_at
-            self._lease.told.add(News.TIMED_OUT if late else News.LOST)
+            self._hear(News.TIMED_OUT if late else News.LOST)
             raise LeaseLost("begin_effect was refused")
         if effect.state == "held":
             raise Held(f"{step}: an earlier outcome is unknown and a person must decide")
@@ -130,6 +131,7 @@ class Context:
                 self._lease.told.add(News.LOST)
                 with suppress(psycopg.Error):  # refused, too: that leaves the evidence
                     await db.renew(conn, *self._lease.owner)
+                self._hear(News.LOST)
                 raise LeaseLost("require_lease was refused") from exc
 
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -143,6 +145,11 @@ class Context:
         """Raise LeaseLost unless the lease holds, as far as that is known here."""
         if not self._lease.owned:
             raise LeaseLost("the lease has lapsed or is somebody else's")
+
+    def _hear(self, news: News) -> None:
+        """Take in what a gate said, and interrupt the handler, if it goes on all the same."""
+        self._lease.told.add(news)
+        self._loop.call_soon(self._lease.tell, news)
 
     async def _ask(self, call: Call[T], *arguments: Any, always: bool = False) -> T:
         """Call until there is an answer; the lease is checked each time, unless told not to."""

@@ -229,6 +229,37 @@ def test_a_refused_renewal_cancels_the_handler_and_no_further_effect_starts(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("gate", ["begin_effect", "require_lease"])
+def test_a_handler_that_goes_on_after_the_gate_was_closed_is_cancelled(
+    dsn: str, db: Connection, gate: str
+) -> None:
+    ended: list[str] = []
+
+    async def handler(ctx: Context) -> None:
+        with db.transaction():
+            expire(db, ctx.job.id)
+            db.execute("select taskboard.claim(worker => 'B')")
+        with pytest.raises(LeaseLost):
+            if gate == "begin_effect":
+                await ctx.begin_effect()
+            async with ctx.transaction():
+                pass
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+
+    async def scenario() -> None:
+        async with running(dsn, {"k": handler}, listen=False) as runner:
+            job = enqueue(db, "k", lease="60s")
+            await until(lambda: ended)
+            await until(lambda: not runner.slots.running)
+            assert state(db, job)["worker"] == "B"
+
+    asyncio.run(scenario())
+
+
 def test_a_completion_in_the_handlers_own_transaction_is_not_lost_and_blocks_no_renewal(
     dsn: str, db: Connection
 ) -> None:
