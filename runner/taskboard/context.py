@@ -115,24 +115,33 @@ class Context:
         are one atom, and the handler should return after it. Raises `LeaseLost` and rolls back
         when the lease token is no longer current.
         """
-        async with self.connection() as conn:
-            try:
-                async with conn.transaction():
-                    await db.require_lease(conn, *self._lease.owner)
-                    yield conn
-                    if complete:
-                        # No renewal from here on: it would find the job gone, and call it lost.
-                        # When the handler returns, the completion is repeated; that is safe.
-                        self._worker.renewer.forget(self._lease)
-                        await db.complete(conn, *self._lease.owner, storable(result)[0])
-            except psycopg.Error as exc:
-                if exc.sqlstate != db.LEASE_LOST:
-                    raise
-                self._lease.told.add(News.LOST)
-                with suppress(psycopg.Error):  # refused, too: that leaves the evidence
-                    await db.renew(conn, *self._lease.owner)
+        completing = lost = False
+        try:
+            async with self.connection() as conn:
+                try:
+                    async with conn.transaction():
+                        await db.require_lease(conn, *self._lease.owner)
+                        yield conn
+                        if complete:
+                            # No renewal from here on: it would find the job gone, and call it lost.
+                            # When the handler returns, the completion is repeated; that is safe.
+                            completing = True
+                            self._worker.renewer.forget(self._lease)
+                            await db.complete(conn, *self._lease.owner, storable(result)[0])
+                    completing = False
+                except psycopg.Error as exc:
+                    if exc.sqlstate != db.LEASE_LOST:
+                        raise
+                    lost = True
+                    self._lease.told.add(News.LOST)
+                    with suppress(psycopg.Error):  # refused, too: that leaves the evidence
+                        await db.renew(conn, *self._lease.owner)
+                    raise LeaseLost("require_lease was refused") from exc
+        finally:
+            if completing:  # the commit may have failed, and the handler may go on
+                self._worker.renewer.hold([self._lease])
+            if lost:
                 self._hear(News.LOST)
-                raise LeaseLost("require_lease was refused") from exc
 
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """In a plain function's thread: run one of the coroutines above in the runner's loop."""

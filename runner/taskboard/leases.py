@@ -88,7 +88,7 @@ class Renewer(threading.Thread):
         """Look after these leases from now on."""
         with self._guard:
             for lease in leases:
-                if (old := self.leases.get(lease.owner[0])) is not None:
+                if (old := self.leases.get(lease.owner[0])) not in (None, lease):
                     self._tell(old, News.LOST)  # we took the job from ourselves
                 self.leases[lease.owner[0]] = lease
                 if min(lease.renew_at, lease.stop_at) < now() + 1:  # else it is looked at in time

@@ -290,6 +290,24 @@ def test_a_completion_in_the_handlers_own_transaction_is_not_lost_and_blocks_no_
     assert not cancelled
 
 
+def test_a_commit_that_fails_with_the_completion_leaves_the_lease_renewed(
+    dsn: str, db: Connection
+) -> None:
+    db.execute("create table sums (n int unique deferrable initially deferred)")
+
+    async def handler(ctx: Context) -> str:
+        for _ in range(2):
+            with pytest.raises(psycopg.errors.UniqueViolation):
+                async with ctx.transaction(complete=True) as conn:
+                    await conn.execute("insert into sums values (1), (1)")
+        await asyncio.sleep(1.3)  # more than two leases
+        return "all the same"
+
+    job = enqueue(db, "k", lease="0.6s")
+    assert drain(dsn, {"k": handler}) == 0
+    assert (state(db, job)["attempt"], state(db, job)["state"]) == (1, "completed")
+
+
 def test_a_renewal_that_comes_after_the_completion_is_no_alarm(
     dsn: str, db: Connection, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
