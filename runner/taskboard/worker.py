@@ -156,7 +156,7 @@ class Worker:
                 await asyncio.sleep(0)  # they begin before the next claim is sent
                 continue
             ready = due_in is not None and due_in <= 0  # just being taken, or out of reach
-            if settings.until_empty and not (ready or self.slots.running or self.settler.waiting):
+            if settings.until_empty and not (ready or self.slots.alive or self.settler.waiting):
                 return self.stop()
             missed = missed + 1 if ready else 0
             poll = self.slots.linger or settings.poll or (POLL_WOKEN if self.wake.works else POLL)

@@ -816,6 +816,17 @@ def test_the_process_exits_when_all_slots_hold_handlers_that_do_not_end(
     assert "all 2 slots" in runner.log.read_text()
 
 
+def test_until_empty_does_not_wait_for_a_handler_that_does_not_end(
+    dsn: str, db: Connection, tmp_path: Path
+) -> None:
+    enqueue(db, "deaf", timeout="0.3s", lease="0.5s", max_lost_leases=100)
+    job = enqueue(db, "nap", {"seconds": 0})
+    with process(dsn, tmp_path, "until_empty=1", "ends_within=0.5") as runner:
+        assert runner.wait(10) == 4
+    assert state(db, job)["state"] == "completed"
+    assert "1 handlers do not end" in runner.log.read_text()
+
+
 def test_what_a_claim_under_way_returns_after_the_stop_is_given_back(
     dsn: str, db: Connection
 ) -> None:
