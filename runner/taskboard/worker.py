@@ -27,7 +27,7 @@ from taskboard.leases import Lease, Renewer, now
 from taskboard.preflight import introduce, not_allowed
 from taskboard.settings import Settings, SettingsError
 from taskboard.settle import Settler
-from taskboard.slots import Slots
+from taskboard.slots import WAITS_WITHIN, Slots
 from taskboard.stopping import BROKEN, FINE, STUCK, drain
 from taskboard.wake import Wake
 
@@ -162,6 +162,8 @@ class Worker:
             poll = self.slots.linger or settings.poll or (POLL_WOKEN if self.wake.works else POLL)
             if ready or due_in is None:
                 due_in = 0.02 * 2 ** min(missed, 9) if ready else poll
+            if self.slots.next:
+                due_in = min(due_in, WAITS_WITHIN)
             await self.rest(min(due_in + 0.002, poll * random.uniform(0.9, 1.1)))
 
     def _start(self, claimed: Sequence[tuple[UUID, Job]], sent_at: float) -> None:

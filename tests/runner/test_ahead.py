@@ -85,14 +85,15 @@ def test_short_jobs_are_claimed_ahead_and_no_more_run_at_once_than_there_are_slo
 
 
 @pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("poll", [0.2, 60])
 def test_what_waits_a_second_for_a_slot_is_given_back_uncharged_and_left_to_others(
-    dsn: str, db: Connection
+    dsn: str, db: Connection, poll: float
 ) -> None:
     async def scenario() -> None:
         gate = Gate()
-        async with running(dsn, {"k": gate}, pool=4):
+        async with running(dsn, {"k": gate}, pool=4, poll=poll):
             await gated(db, gate)
-            await until(lambda: leased(db) == 2)
+            await until(lambda: leased(db) == 2, within=4)
             others = db.execute(
                 "select attempt, failures, lost_leases from taskboard.claim(max_jobs => 100)"
             ).fetchall()
