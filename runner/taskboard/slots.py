@@ -2,7 +2,8 @@
 
 A batch is what there are free slots for. But while jobs end in less than 20 ms, asking for more of
 them takes longer than they do: then as many are claimed ahead as will have begun 20 ms later, at
-the pace of late. What waits for a second all the same is given back.
+the pace of late, and fewer where payloads are large. What waits for a second all the same is given
+back.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from taskboard.attempts import Attempt
 from taskboard.leases import now
 
 AHEAD = 0.02  # seconds that a job should wait for a slot at most: a fifth of the shortest lease
-AHEAD_JOBS = 500  # at most
+AHEAD_JOBS, AHEAD_BYTES = 500, 8_000_000  # at most; bytes of payloads
 LINGER = 0.03  # seconds for which a runner that was busy looks again and again
 WAITS_WITHIN = 1.0  # seconds, then others may have it
 SLOW = 60.0  # seconds that jobs are taken to last while nothing is known; none is claimed ahead
@@ -29,13 +30,22 @@ class Slots:
         self.running: dict[Attempt, None] = {}
         self.next: deque[Attempt] = deque()
         self._pace = SLOW  # seconds that a job took, on average; recent ones count most
+        self._bytes = 1.0  # of a payload, on average
         self._streak, self._busy_until = 0, 0.0
 
     def free(self, unsettled: int) -> int:
         """How many more to claim, while so many that have ended are not settled."""
-        ahead = min(int(self.size * AHEAD / self._pace), AHEAD_JOBS)
+        ahead = int(min(self.size * AHEAD / self._pace, AHEAD_JOBS, AHEAD_BYTES / self._bytes))
         room = self.size + (ahead if self._pace < AHEAD else 0)
         return room - len(self.running) - len(self.next) - max(0, unsettled - room)
+
+    def weigh(self, payload: int) -> None:
+        """Learn how large payloads are: at once when they grow, slowly when they shrink."""
+        self._bytes = max(payload, self._bytes + (payload - self._bytes) / 64, 1.0)
+
+    def slow_down(self) -> None:
+        """Claim none ahead until jobs have shown to be short again."""
+        self._pace = SLOW
 
     def idles(self, got: int, free: int) -> bool:
         """Whether the runner is to be told of new jobs, after a claim that got so many.
@@ -77,5 +87,5 @@ class Slots:
     def drop(self, waited: float = WAITS_WITHIN) -> Iterator[Attempt]:
         """Give up those that have waited for a slot for so many seconds."""
         while self.next and now() - self.next[0].started_at >= waited:
-            self._pace = SLOW
+            self.slow_down()
             yield self.next.popleft()

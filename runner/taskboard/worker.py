@@ -145,6 +145,7 @@ class Worker:
                 if not claimed:
                     due_in = await self.control.call(db.next_claimable_in, *self._scope)
             except Weather:
+                self.slots.slow_down()  # what was claimed just now may be lost
                 await self.rest(self.control.delay)
                 continue
             except InsufficientPrivilege as exc:
@@ -169,6 +170,7 @@ class Worker:
     def _start(self, claimed: Sequence[tuple[UUID, Job]], sent_at: float) -> None:
         begun = []
         for token, job in claimed:
+            self.slots.weigh(len(job.payload))
             lease, handler = Lease(token, job, sent_at), self._handlers[job.kind]
             begun.append(Attempt(job, handler, lease, threaded=job.kind in self._plain))
         self.renewer.hold(attempt.lease for attempt in begun)

@@ -185,6 +185,38 @@ def test_what_happens_to_a_job_that_waits_for_a_slot_counts_when_it_begins(
 
 
 @pytest.mark.usefixtures("eager")
+def test_large_payloads_are_hardly_claimed_ahead(dsn: str, db: Connection) -> None:
+    async def scenario() -> None:
+        gate = Gate()
+        async with running(dsn, {"k": gate}, pool=4, listen=False) as runner:
+            await until(lambda: gate.short == SHORT)
+            large = "select taskboard.enqueue('k', to_jsonb(repeat('x', 900000)), priority => 1)"
+            db.execute(large)
+            await until(lambda: gate.short == SHORT + 1)
+            assert runner.slots.free(0) <= 2 + 8_000_000 // 900_000
+
+    for _ in range(SHORT):
+        enqueue(db, "k")
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("eager")
+def test_after_a_claim_without_an_answer_none_is_claimed_ahead(dsn: str, db: Connection) -> None:
+    async def scenario() -> None:
+        gate = Gate()
+        with TcpProxy(dsn) as proxy:
+            async with running(proxy.dsn, {"k": gate}, pool=4, listen=False) as runner:
+                await until(lambda: gate.short == SHORT)
+                await until(lambda: runner.slots.free(0) > 2)
+                proxy.lose_reply_to = b"taskboard.claim("
+                await until(lambda: runner.slots.free(0) == 2)
+
+    for _ in range(SHORT):
+        enqueue(db, "k")
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("eager")
 def test_a_stop_gives_back_what_was_claimed_ahead_in_time_also_where_calls_are_slow(
     dsn: str, db: Connection
 ) -> None:
@@ -224,6 +256,15 @@ def test_how_many_are_claimed_ahead_follows_the_pace() -> None:
     assert after(*[0.019] * 200).free(0) == 10 + 10
     assert after(*[0.021] * 200).free(0) == 10
     assert after(*[0.001] * 200, 10.0).free(0) == 10
+    quick = after(*[0.0001] * 200)
+    quick.weigh(1_000_000)
+    assert quick.free(0) == 10 + 8
+    for _ in range(64):
+        quick.weigh(100)
+    assert 10 + 8 < quick.free(0) < 10 + 40
+    for _ in range(400):
+        quick.weigh(100)
+    assert quick.free(0) == 10 + AHEAD_JOBS
     # What has ended and is not settled counts when it is more than all that there is room for.
     assert Slots(10).free(10) == 10 and Slots(10).free(15) == 5
 
