@@ -23,6 +23,10 @@ from taskboard.worker import Worker
 # Which database a line of the log is about, where there are several.
 DATABASE = ContextVar("DATABASE", default="")
 
+log = logging.getLogger(__name__)
+
+LEAVES_WITHIN = 5.0  # seconds
+
 Watch = Callable[[Worker], object]
 
 
@@ -35,8 +39,8 @@ def main(
     `others` are the settings for further databases, each with a worker and a pool of its own.
     `metrics`: where to serve figures and health, PORT or HOST:PORT.
 
-    When handlers do not end, the process is left within a second of the return. Raises
-    SettingsError.
+    When handlers do not end, the process is left within a second of the return; when what they
+    left behind does not, tasks and threads of theirs, without a return. Raises SettingsError.
     """
     log_to_stderr(settings.log_json)
     found, off = find_handlers(settings, modules)
@@ -44,16 +48,40 @@ def main(
         runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)
         try:
             code = runner.run(run(settings, found, off, others, watch))
-        except SettingsError:
-            runner.close()
+        except SettingsError as exc:
+            with leaving(LEAVES_WITHIN, 2, str(exc)):
+                runner.close()
             raise
-    if code != STUCK:
-        runner.close()
-    else:  # closing would wait for the tasks, and the interpreter for the threads
-        leave = threading.Timer(1, os._exit, [code])
-        leave.daemon = True
-        leave.start()
+    if code == STUCK:  # closing would wait for the tasks, and the interpreter for the threads
+        leave(1, code).start()
+    else:
+        with leaving(LEAVES_WITHIN, code):
+            runner.close()
     return code
+
+
+@contextmanager
+def leaving(seconds: float, code: int, why: str = "") -> Iterator[None]:
+    """Leave the process when the block takes longer: it waits for what handlers left behind."""
+    timer = leave(seconds, code, why or "stopping: what handlers left behind does not end")
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def leave(seconds: float, code: int, why: str = "") -> threading.Timer:
+    """Make a timer that leaves the process, whatever it does then, and says why."""
+
+    def now() -> None:
+        if why:
+            log.error("%s", why)
+        os._exit(code)
+
+    timer = threading.Timer(seconds, now)
+    timer.daemon = True
+    return timer
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from taskboard.settings import Settings
 from taskboard.worker import Worker
 
 HERE = Path(__file__).parent
+left: list[Any] = []  # by handlers
 
 
 def settings(dsn: str, **options: Any) -> Settings:
@@ -167,6 +168,15 @@ async def deaf(ctx: Context) -> None:
             await asyncio.sleep(3600)
         except asyncio.CancelledError:
             evidence(ctx, "ignored")
+
+
+@handler("litter")
+async def litter(ctx: Context) -> None:
+    """Leave something behind that does not end: a thread, else a task."""
+    thread = ctx.job.payload["thread"]
+    rest = asyncio.to_thread(time.sleep, 60) if thread else deaf(ctx)
+    left.append(asyncio.ensure_future(rest))
+    await asyncio.sleep(0.1)
 
 
 @handler("die")

@@ -26,7 +26,7 @@ from taskboard.connections import connect_arguments
 from taskboard.handlers import Held, LeaseLost, Permanent, Release, Retry, ThreadContext
 from taskboard.job import Ending
 from taskboard.leases import Lease, News, now
-from taskboard.process import run
+from taskboard.process import LEAVES_WITHIN, run
 from taskboard.settings import Settings, SettingsError
 
 Connection = psycopg.Connection[Any]
@@ -803,6 +803,18 @@ def test_a_handler_that_does_not_end_cannot_hold_up_the_stop(
         assert runner.wait(5) == 4
     assert "1 handlers do not end" in runner.log.read_text()
     assert state(db, job)["state"] == "running" and state(db, good)["state"] == "ready"
+
+
+@pytest.mark.parametrize("thread", [False, True])
+def test_what_a_handler_left_behind_holds_up_the_exit_for_some_seconds_at_most(
+    dsn: str, db: Connection, tmp_path: Path, thread: bool
+) -> None:
+    job = enqueue(db, "litter", {"thread": thread})
+    with process(dsn, tmp_path) as runner:
+        wait_for(lambda: state(db, job)["state"] == "completed")
+        runner.popen.terminate()
+        assert runner.wait(LEAVES_WITHIN + 5) == 0
+    assert "what handlers left behind does not end" in runner.log.read_text()
 
 
 def test_the_process_exits_when_all_slots_hold_handlers_that_do_not_end(
