@@ -19,12 +19,17 @@ def handler(kind: str) -> Callable[[Handler], Handler]:
         raise TypeError('write @handler("kind")')
 
     def mark(function: Handler) -> Handler:
+        name = getattr(function, "__name__", function)
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"{name} would do nothing when it is called, because of its yield:"
+                " write def or async def without one"
+            )
         with suppress(ValueError):  # it does not tell its parameters
             parameters = inspect.signature(function)
             try:
                 parameters.bind(None)
             except TypeError:
-                name = getattr(function, "__name__", function)
                 raise TypeError(f"{name} has to take one argument, the context") from None
         function.taskboard_kind = kind  # type: ignore[attr-defined]
         return function

@@ -283,8 +283,10 @@ def test_mail_that_is_not_configured_names_all_that_is_missing(
         ("@handler\ndef hello(ctx): ...", 'write @handler("kind")', "python -c 'import {0}'"),
         ("@handler()\ndef hello(ctx): ...", "missing", "python -c 'import {0}'"),
         ("@handler('hello')\ndef hello(): ...", "hello has to take one argument", "python -c"),
+        ("@handler('hello')\ndef hello(ctx): yield", "write def or async def without", "python"),
+        ("@handler('hello')\nasync def hello(ctx): yield", "hello would do nothing", "python -c"),
     ],
-    ids=["none", "bare", "empty", "no parameter"],
+    ids=["none", "bare", "empty", "no parameter", "generator", "async generator"],
 )
 def test_a_module_whose_handler_is_not_marked_as_one_is_told_how(
     text: str, told: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
