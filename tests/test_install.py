@@ -369,6 +369,16 @@ def test_schema_that_holds_something_else_is_refused_and_left_alone(empty_dsn: s
         assert rows(conn, relations) == [("jobs",)]
 
 
+def test_database_that_takes_any_bytes_for_text_is_refused_with_what_helps(
+    new_database: Callable[..., str],
+) -> None:
+    dsn = new_database("template0 encoding 'SQL_ASCII' lc_collate 'C' lc_ctype 'C'")
+    with pytest.raises(MigrateError, match=r"SQL_ASCII.*encoding 'UTF8' and template template0"):
+        migrate(dsn)
+    with session(dsn) as conn:
+        assert rows(conn, "select from pg_namespace where nspname = 'taskboard'") == []
+
+
 def test_empty_schema_of_ones_own_is_used(dsn: str, empty_dsn: str) -> None:
     with session(empty_dsn) as conn:
         rows(conn, "create schema taskboard")

@@ -80,6 +80,7 @@ def migrate(url: str, *, wait: float = 60.0) -> Report:
         with psycopg.connect(url, **connect_arguments(url, "taskboard migrate")) as conn:
             conn.add_notice_handler(lambda notice: report.notices.append(_text(notice)))
             _lock(conn, wait)
+            _check_encoding(conn)
             _check_schema(conn)
             applied, report.version = _installed(conn)
             if _parts(report.version) > _parts(taskboard.version()) or (
@@ -119,6 +120,16 @@ def _lock(conn: Connection, wait: float) -> None:
                 " when it has ended (see pg_stat_activity: application_name 'taskboard migrate')"
             )
         time.sleep(0.1)
+
+
+def _check_encoding(conn: Connection) -> None:
+    """Refuse to begin in a database that takes any bytes for text: runners could not read them."""
+    begun = conn.execute("select to_regclass('taskboard.migrations')").fetchone() != (None,)
+    if conn.info.parameter_status("server_encoding") == "SQL_ASCII" and not begun:
+        raise MigrateError(
+            f'the database "{conn.info.dbname}" has the encoding SQL_ASCII, in which jobs may hold'
+            " what is no text: create one with encoding 'UTF8' and template template0"
+        )
 
 
 def _check_schema(conn: Connection) -> None:
