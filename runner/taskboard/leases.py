@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from contextvars import copy_context
 from enum import StrEnum
 from uuid import UUID
 
@@ -100,6 +101,10 @@ class Renewer(threading.Thread):
             if self.leases.get(lease.owner[0]) is lease:
                 del self.leases[lease.owner[0]]
 
+    def start(self) -> None:
+        self._context = copy_context()  # so that its lines in the log name the same database
+        super().start()
+
     def stop(self) -> None:
         self._stopped = True
         self._poke()
@@ -107,6 +112,9 @@ class Renewer(threading.Thread):
     # The renewer's own thread.
 
     def run(self) -> None:
+        self._context.run(self._run)
+
+    def _run(self) -> None:
         while not self._stopped:
             try:
                 with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:

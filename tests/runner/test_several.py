@@ -75,6 +75,23 @@ def test_database_that_is_away_does_not_stop_the_others_and_sigterm_stops_all(
             assert f" 2/{name}: control: the database does not answer" in runner.log.read_text()
 
 
+def test_what_is_said_about_renewals_names_the_database(two: list[str], tmp_path: Path) -> None:
+    with TcpProxy(two[1]) as way, session(two[1]) as there:
+        enqueue(there, "nap", {"seconds": 60}, lease="1s")
+        with process(f"{two[0]} {url(way.dsn)}", tmp_path, "grace=0.1") as runner:
+            wait_for(lambda: runner.words() == ["1 began"])
+            way.refusing = True
+            way.cut()
+            wait_for(lambda: "renewer: " in runner.log.read_text())
+            way.refusing = False
+            runner.popen.send_signal(signal.SIGTERM)
+            assert runner.wait() == 0
+            lines = runner.log.read_text().splitlines()
+    name = conninfo_to_dict(two[1])["dbname"]
+    said = [line for line in lines if "renewer:" in line]
+    assert said and all(f" 2/{name}: renewer: " in line for line in said)
+
+
 def test_one_that_no_waiting_helps_ends_all_with_the_reason(
     two: list[str], empty_dsn: str
 ) -> None:
