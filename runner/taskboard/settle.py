@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 from uuid import UUID
 
@@ -177,6 +178,9 @@ class Settler:
         what = f"{ending.verb}d"
         if not answer:
             what = status if ours or status == "held" else f"lease lost ({status})"
+            if status == "completed_by_you":
+                what, then = "completed", f", then {ending.note}" if ending.note else ""
+                attempt.ending = replace(ending, note=f"in its own transaction{then}")
         elif isinstance(answer, Failed):
             again = answer.again_in
             what = answer.state if again is None else f"failed, again in {max(again, 0):.0f} s,"

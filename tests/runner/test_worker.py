@@ -468,6 +468,23 @@ def test_writes_and_completion_in_one_transaction_are_one_atom(
     assert db.execute("select what from taskboard.incidents").fetchall() == []
 
 
+def test_a_handler_that_raises_after_its_own_completion_is_said_to_have_completed(
+    dsn: str, db: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def handler(ctx: Context) -> None:
+        async with ctx.transaction(complete=True):
+            pass
+        raise RuntimeError("afterwards")
+
+    job = enqueue(db, "k")
+    assert drain(dsn, {"k": handler}) == 0
+    assert state(db, job)["state"] == "completed"
+    assert "lease lost" not in caplog.text
+    [line] = [line for line in caplog.messages if f"job={job} " in line]
+    assert " attempt=1 completed 0." in line
+    assert line.endswith(": in its own transaction, then RuntimeError: afterwards")
+
+
 def test_a_stale_owner_completes_nothing_with_its_own_transaction(
     dsn: str, db: Connection
 ) -> None:
