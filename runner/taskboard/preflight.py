@@ -132,18 +132,15 @@ async def introduce(
                 hint = HINTS["startup" if "startup parameter" in str(exc) else "login"]
                 raise SettingsError(f"cannot log in: {exc}", hint) from None
             await asyncio.sleep(link.delay)
-        except psycopg.errors.InsufficientPrivilege as exc:
-            raise not_allowed(link, f"cannot use the database: {one_line(exc)}") from None
         except psycopg.Error as exc:
-            hint = HINTS.get(exc.sqlstate or "", "see the server's log")
-            raise SettingsError(f"cannot use the database: {one_line(exc)}", hint) from None
+            raise refused(link, "cannot use the database", exc) from None
     own = version()
     if installed.split(".")[:2] != own.split(".")[:2]:
         raise SettingsError(
             f"the database has taskboard {installed}, this runner is {own}", HINTS["version"]
         )
     if not await _answer(link.call(db.may_claim), True):
-        raise not_allowed(link, "this login may not claim")
+        raise SettingsError("this login may not claim", _grant(link))
     place = _place_of(link)
     # Whether there is somebody to hear a notification; a pooler passes none on.
     pooled = await _answer(link.call(db.is_pooled), False)
@@ -169,10 +166,17 @@ async def introduce(
         log.info("%s: %s%s", kind, reason, jobs)
 
 
-def not_allowed(link: Link, what: str) -> SettingsError:
-    """Make the error of a login that lacks the rights of a worker."""
+def refused(link: Link, what: str, exc: psycopg.Error) -> SettingsError:
+    """Make an error of what the database will refuse again, with what helps."""
+    hint = HINTS.get(exc.sqlstate or "") or exc.diag.message_hint or "see the server's log"
+    if isinstance(exc, psycopg.errors.InsufficientPrivilege):
+        hint = _grant(link)
+    return SettingsError(f"{what}: {one_line(exc)}", hint)
+
+
+def _grant(link: Link) -> str:
     login = link.conn.info.user if link.conn else "the login of the runner"
-    return SettingsError(what, f'grant taskboard_worker to "{login}"')
+    return f'grant taskboard_worker to "{login}"'
 
 
 def _place_of(link: Link) -> str:

@@ -19,6 +19,7 @@ ENVIRONMENT = {
     "stripe_api_key": "STRIPE_API_KEY",
     "stripe_base": "TASKBOARD_STRIPE_BASE",
 }
+HOW_LONG = "give 1 to 200 characters"
 
 
 class SettingsError(Exception):
@@ -86,8 +87,9 @@ class Settings:
         _check_span("poll", self.poll, 0.05, 60)
         _check_span("grace", self.grace, 0, 86400)
         _check_span("lease", None if self.lease is None else self.lease.total_seconds(), 0.1, 86400)
-        if not all(self.queues + self.kinds) or not 1 <= len(self.worker) <= 200:
-            raise SettingsError("a queue, kind or worker has no name", "give 1 to 200 characters")
+        for what, names in ("queue", self.queues), ("kind", self.kinds), ("worker", [self.worker]):
+            if not all(1 <= len(name) <= 200 for name in names):
+                raise SettingsError(f"the name of a {what} is empty or too long", HOW_LONG)
 
 
 def _check_span(name: str, value: float | None, least: float, most: float) -> None:

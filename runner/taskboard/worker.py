@@ -16,15 +16,15 @@ from functools import partial
 from typing import Any
 from uuid import UUID
 
-from psycopg.errors import InsufficientPrivilege
+from psycopg.errors import InsufficientPrivilege, InvalidParameterValue
 
 from taskboard import attempts, db, schedules
 from taskboard.attempts import Attempt, is_async
-from taskboard.connections import Link, Weather, borrow, connect, handler_pool, keep_on, one_line
+from taskboard.connections import Link, Weather, borrow, connect, handler_pool, keep_on
 from taskboard.handlers import Handler
 from taskboard.job import Ending, Job
 from taskboard.leases import Lease, Renewer, now
-from taskboard.preflight import introduce, not_allowed
+from taskboard.preflight import introduce, refused
 from taskboard.settings import Settings, SettingsError
 from taskboard.settle import Settler
 from taskboard.slots import WAITS_WITHIN, Slots
@@ -148,8 +148,8 @@ class Worker:
                 self.slots.slow_down()  # what was claimed just now may be lost
                 await self.rest(self.control.delay)
                 continue
-            except InsufficientPrivilege as exc:
-                raise not_allowed(self.control, f"cannot claim: {one_line(exc)}") from None
+            except (InsufficientPrivilege, InvalidParameterValue) as exc:
+                raise refused(self.control, "cannot claim", exc) from None
             self.wake.sleeping(self.slots.idles(len(claimed), free))
             if claimed:
                 self._start(claimed, sent_at)

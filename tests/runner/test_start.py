@@ -257,6 +257,25 @@ def test_a_login_that_loses_the_right_to_claim_ends_its_runner_after_its_jobs(
     assert f'hint: grant taskboard_worker to "{login}"\n' in said
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "said", "hint"),
+    [
+        ("--lease", "2h", "cannot claim: lease is out of bounds", "between 00:00:00.1 and 01:00"),
+        ("--queue", "q" * 201, "the name of a queue is empty or too long", "1 to 200 characters"),
+    ],
+    ids=["lease", "queue"],
+)
+def test_what_the_database_does_not_let_claim_is_a_usage_error_with_its_hint(
+    option: str, value: str, said: str, hint: str, dsn: str, db: Connection
+) -> None:
+    db.execute("update taskboard.settings set lease_most = '1 h'")
+    done = taskboard("run", "harness", option, value, TASKBOARD_DATABASE_URL=dsn)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    *_, error, helps = done.stderr.splitlines()
+    assert error.startswith(f"taskboard: {said}")
+    assert helps.startswith("hint: ") and hint in helps
+
+
 # Handlers.
 
 
