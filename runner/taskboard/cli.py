@@ -466,8 +466,9 @@ def database(settings: Settings, *, migrated: bool = True) -> Iterator[Settings]
     except localpg.NotInstalledError as exc:
         hint = f"set TASKBOARD_DATABASE_URL, or {exc.hint}"
         raise SettingsError(f"no database is named, and {exc}", hint) from None
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)  # so that the server is left in order
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that the server is left in order
+        if signal.getsignal(number) != signal.SIG_IGN:  # as of nohup
+            signal.signal(number, _leave)
     with localpg.shared() as local:
         print(local.hint, file=sys.stderr, flush=True)
         if migrated and (applied := bring_up_to_date(local.dsn)):

@@ -161,12 +161,16 @@ async def _work(workers: Mapping[str, Worker], off: Mapping[str, str]) -> int:
 
 @contextmanager
 def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Stop at the first SIGTERM or SIGINT, end at once at the second, even with a blocked loop."""
+    """Stop at the first SIGTERM or SIGINT, end at once at the second, even with a blocked loop.
+
+    SIGHUP stops, too, unless it is ignored (nohup), and never ends: a terminal that is closed may
+    send two.
+    """
     loop = asyncio.get_running_loop()
     seen: list[int] = []
 
     def on_signal(number: int, frame: object) -> None:
-        if seen:
+        if seen and number != signal.SIGHUP:
             os._exit(128 + number)
         seen.append(number)
         loop.call_soon_threadsafe(stop)
@@ -174,7 +178,10 @@ def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {n: signal.signal(n, on_signal) for n in (signal.SIGTERM, signal.SIGINT)}
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        numbers.remove(signal.SIGHUP)
+    before = {number: signal.signal(number, on_signal) for number in numbers}
     try:
         yield
     finally:

@@ -810,6 +810,38 @@ def test_a_second_signal_ends_the_process_at_once_even_if_the_loop_is_blocked(
         assert runner.wait(2) == 128 + signal.SIGINT
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_hangup_stops_like_sigterm_and_may_come_twice(
+    dsn: str, db: Connection, tmp_path: Path, times: int
+) -> None:
+    job = enqueue(db, "nap", {"seconds": 60})
+    with process(dsn, tmp_path, "grace=0.5") as runner:
+        wait_for(lambda: runner.words() == ["1 began"])
+        runner.popen.send_signal(signal.SIGHUP)
+        wait_for(lambda: "stopping: " in runner.log.read_text())
+        if times == 2:
+            runner.popen.send_signal(signal.SIGHUP)
+        assert runner.wait() == 0
+    assert runner.words() == ["1 began", "1 cancelled"] and state(db, job)["state"] == "ready"
+
+
+def test_a_hangup_that_is_ignored_stops_nobody(
+    dsn: str, db: Connection, tmp_path: Path
+) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a process that is started inherits that
+    try:
+        job = enqueue(db, "nap", {"seconds": 0.5})
+        with process(dsn, tmp_path) as runner:
+            wait_for(lambda: runner.words() == ["1 began"])
+            runner.popen.send_signal(signal.SIGHUP)
+            wait_for(lambda: state(db, job)["state"] == "completed")
+            assert "stopping" not in runner.log.read_text()
+            runner.popen.terminate()
+            assert runner.wait() == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_handler_that_does_not_end_cannot_hold_up_the_stop(
     dsn: str, db: Connection, tmp_path: Path
 ) -> None:
