@@ -26,7 +26,7 @@ from tcp_proxy import TcpProxy
 
 import support
 from support import Connection, OwnServer, expire, rows, session, wait_for
-from taskboard import leases, schedules, settle, wake, worker
+from taskboard import leases, schedules, settle, stopping, wake, worker
 from taskboard.handlers import LeaseLost
 from taskboard.migrate import migrate
 
@@ -210,6 +210,33 @@ def test_what_is_known_is_settled_before_anything_is_claimed_after_an_outage(
 
     asyncio.run(scenario())
     assert began == [1] * 4 and caplog.text.count("completed") == 4
+
+
+def test_a_stop_during_an_outage_waits_the_grace_period_for_what_is_known_to_be_settled(
+    dsn: str, db: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stopping, "SETTLES_WITHIN", 0.1)
+    end = asyncio.Event()
+
+    async def handler(ctx: Context) -> None:
+        await end.wait()
+
+    async def scenario() -> None:
+        with TcpProxy(dsn) as proxy:
+            async with running(proxy.dsn, {"k": handler}, listen=False, grace=10.0) as runner:
+                job = enqueue(db, "k")
+                await until(lambda: state(db, job)["state"] == "running")
+                proxy.refusing = True
+                proxy.cut()
+                end.set()
+                await until(lambda: runner.settler.behind)
+                runner.stop()
+                lost_for = runner.control.lost_for
+                await until(lambda: runner.control.lost_for > lost_for + 0.5)
+                proxy.refusing = False
+            assert state(db, job)["state"] == "completed"
+
+    asyncio.run(scenario())
 
 
 def log(runner: Process) -> list[str]:
