@@ -319,15 +319,15 @@ async def borrow(
 
 
 async def ask(
-    pool: Pool, link: Link, call: Call[T], *arguments: Any
+    pool: Pool, link: Link, call: Call[T], *arguments: Any, wait: float = 0.2
 ) -> T:
     """Make a call on a pooled connection: calls at once share a commit, and none waits for others.
 
-    Where all are in use, or one was left unfit, the link decides; but it, which has to be there
-    for all, waits for no lock that was in the way. Raises what Link.call does.
+    Where none can be had within `wait`, or one was left unfit, the link decides; but it, which has
+    to be there for all, waits for no lock that was in the way. Raises what Link.call does.
     """
     try:
-        return await borrow(pool, call, *arguments, wait=0.2, within=link.within)
+        return await borrow(pool, call, *arguments, wait=wait, within=link.within)
     except (psycopg.Error, OSError) as exc:
         if is_harmless(exc):
             raise InTheWay(one_line(exc)) from exc

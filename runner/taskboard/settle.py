@@ -128,11 +128,14 @@ class Settler:
     async def _settle(self, attempt: Attempt) -> None:
         ending, owner = attempt.ending, attempt.lease.owner
         answer, status = None, ""
+        # The link is for all: what a lock may be in the way of has time to wait for the pool.
+        wait = 5.0 if attempt in self._aside else 0.2
         try:
             if ending.verb:
-                answer = await self._ask(CALLS[ending.verb], *owner, *ending.arguments)
+                asked = *owner, *ending.arguments
+                answer = await self._ask(CALLS[ending.verb], *asked, wait=wait)
             if not answer:
-                status = str(await self._ask(db.lease_status, *owner))
+                status = str(await self._ask(db.lease_status, *owner, wait=wait))
         except InTheWay as exc:
             return self._set_aside([attempt], exc)
         except Weather:
@@ -147,8 +150,8 @@ class Settler:
             status = f"settling was refused: {clean(exc)}"
         self._note(attempt, answer, status)
 
-    async def _ask(self, call: Call[T], *arguments: Any) -> T:
-        return await ask(self._pool, self._link, call, *arguments)
+    async def _ask(self, call: Call[T], *arguments: Any, wait: float = 0.2) -> T:
+        return await ask(self._pool, self._link, call, *arguments, wait=wait)
 
     def _set_aside(self, attempts: Iterable[Attempt], why: InTheWay) -> None:
         """Settle each by itself, as soon as nothing is in its way any more."""
