@@ -37,21 +37,26 @@ class Settler:
     It asks on pooled connections, and on the link where there is none to be had: a lock in the way
     then holds up neither claims nor other batches. What it concerns is settled by itself, later.
 
-    `left` is told of each that is over. `failed`: a job of this runner's has failed. `behind`: the
-    database was away, and has not taken what is known since; a claim would have it done again.
+    `left` is told of each that is over. `failed`: a job of this runner's has failed.
     """
 
     def __init__(self, link: Link, pool: Pool, left: Callable[[Attempt], None]) -> None:
         self._link, self._pool, self._left = link, pool, left
         self.waiting: dict[Attempt, None] = {}
-        self.failed = self.behind = False
+        self.failed = False
         self._wanted = asyncio.Event()
         self._group: asyncio.TaskGroup
         # In a batch under way, or set aside since a lock is in the way; the latter are at work too.
         self._at_work, self._aside = set[Attempt](), set[Attempt]()
+        self._missed = set[Attempt]()  # the database was away when they were to be settled
         # Whatever is locked, these leave a part of the pool to the handlers.
         self._batches = asyncio.Semaphore(max(2, pool.max_size // 2))
         self._singles = asyncio.Semaphore(max(1, pool.max_size // 4))
+
+    @property
+    def behind(self) -> bool:
+        """Whether an outage left something unsettled; a claim might have it done again."""
+        return bool(self._missed)
 
     def add(self, attempt: Attempt, ending: Ending) -> None:
         """Settle an attempt soon."""
@@ -71,6 +76,8 @@ class Settler:
         async with asyncio.TaskGroup() as self._group:
             while True:
                 await self._wanted.wait()
+                if self.behind:
+                    await asyncio.sleep(self._link.delay)
                 self._wanted.clear()
                 if batch := [one for one in self.waiting if one not in self._at_work][:BATCH]:
                     self._at_work.update(batch)
@@ -85,10 +92,8 @@ class Settler:
                 for attempt in batch:
                     if attempt in self.waiting and attempt not in self._aside:
                         await self._settle(attempt)
-                self.behind = False
             except Weather:
-                self.behind = True
-                await asyncio.sleep(self._link.delay)
+                self._missed.update(self.waiting.keys() & set(batch) - self._aside)
         self._at_work.difference_update(set(batch) - self._aside)
         self._wanted.set()
 
@@ -157,6 +162,7 @@ class Settler:
         """Settle each by itself, as soon as nothing is in its way any more."""
         if not self._aside:
             log.warning("settling: in the way, trying again: %s", why)
+        self._missed.difference_update(attempts)
         for attempt in set(attempts) - self._aside:
             self._aside.add(attempt)
             self._group.create_task(self._settle_aside(attempt))
@@ -169,7 +175,8 @@ class Settler:
                     await self._settle(attempt)
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, 5)
-        self.behind |= attempt in self.waiting
+        if attempt in self.waiting:
+            self._missed.add(attempt)
         self._aside.discard(attempt)
         self._at_work.discard(attempt)
         self._wanted.set()
@@ -194,6 +201,7 @@ class Settler:
     def _close(self, attempt: Attempt, what: str, level: int = logging.INFO) -> None:
         """The attempt is over: one line about it."""
         del self.waiting[attempt]
+        self._missed.discard(attempt)
         self._left(attempt)
         if log.isEnabledFor(level):
             job, note = attempt.job, one_line(attempt.ending.note)

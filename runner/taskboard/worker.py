@@ -123,11 +123,11 @@ class Worker:
         while not self.stopping.is_set():
             self.stirred.clear()
             self.settler.release(self.slots.drop())
-            # The next batch is claimed while the last one runs and the one before it is settled.
-            free = self.slots.free(len(self.settler.waiting))
             if self.settler.behind:
                 await self.rest(self.control.delay)
                 continue
+            # The next batch is claimed while the last one runs and the one before it is settled.
+            free = self.slots.free(len(self.settler.waiting))
             if free <= 0:
                 if len(self.slots.running) == settings.slots and not self.slots.alive:
                     log.error("all %d slots hold handlers that do not end", settings.slots)
