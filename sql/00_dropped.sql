@@ -23,6 +23,8 @@ begin
       ('pick_jobs(text[], text[], integer, bigint, boolean, tid[])', 'tid[]'),
       ('note_takeovers(tid[])', 'void'),
       ('pause(text)', 'taskboard.queue_state'),
+      ('plan_claim(text[], integer)', 'record'),
+      ('plan_scan(text[], text[], text[], bigint)', 'text[]'),
       ('resolve(uuid, text, boolean)', 'taskboard.job_state'),
       ('resume(text)', 'taskboard.queue_state'),
       ('retry(uuid)', 'taskboard.job_state'),

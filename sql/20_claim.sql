@@ -42,11 +42,16 @@ begin
       and char_length(v_worker) between 1 and 200
       and current_setting('transaction_isolation') = 'read committed' as is_fine,
     -- How old the plan is, in seconds; null if there is none, or one of other lanes.
-    case when v_plan[1] = v_key::text then date_part('epoch', v_now) - v_plan[2]::float8 end as age
+    case when case when s.queue_rights or s.queue_limits or s.paused_at is not null
+        -- It must be younger than the last change of a queue, and have no lane with a limit.
+        then v_plan[1] = v_key::text || '@' || s.xmin::text and v_plan[6] not like '%-%'
+          and not s.queue_rights and s.paused_at is null
+        else v_plan[1] = v_key::text end
+      then date_part('epoch', v_now) - v_plan[2]::float8 end as age
   into v_set
   from taskboard.settings as s
   where s.one_row;
-  v_quick := case when v_set.is_fine and not v_set.special and v_set.age is not null
+  v_quick := case when v_set.is_fine and v_set.age is not null
     then v_set.age between 0 and 30 * sign(v_plan[13]::float8) else false end;
   if v_lease is not null and v_set.is_fine then
     v_lease := taskboard.exact(v_lease);
@@ -116,7 +121,7 @@ begin
     perform set_config('taskboard.plan_' || (v_key & 7)::text,
       array_to_string(v_plan[:12] || '-1'::text, '/'), false);
   end if;
-  if v_set.special then
+  if v_ids is not null then
     perform taskboard.count_starts(v_ids);
   end if;
 end

@@ -1,75 +1,72 @@
-create or replace function taskboard.plan_claim(
-  queues text[], max_jobs integer, out open text[], out limited text[], out caps integer[])
+create or replace function taskboard.room_in(queue text, most integer)
+returns integer
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
 as $$
 declare
   v_queue taskboard.queues;
-  v_rights boolean;
-  v_cap integer;
+  v_room integer;
   v_now timestamptz;
 begin
-  open := '{}';
-  limited := '{}';
-  caps := '{}';
-  select s.queue_rights into v_rights from taskboard.settings as s where s.paused_at is null;
-  if not found then
-    return;
-  end if;
-  open := array(
-    select distinct l.queue
-    from taskboard.lanes as l
-    where (plan_claim.queues is null or l.queue = any (plan_claim.queues))
-      and (not v_rights or taskboard.may_use(l.queue))
-      and not exists (
-        select from taskboard.queues as q
-        where q.name = l.queue
-          and (q.paused_at is not null or q.max_running is not null
-            or q.max_starts is not null)));
-  for v_queue in
-    select q.*
-    from taskboard.queues as q
-    where q.paused_at is null and (q.max_running is not null or q.max_starts is not null)
-      and (plan_claim.queues is null or q.name = any (plan_claim.queues))
-      and (not v_rights or taskboard.may_use(q.name))
-    order by random()
-    -- Held until the claim commits, so that the next one counts what this one starts. A busy row
-    -- means none of that queue now, never a wait.
-    for update skip locked
-  loop
-    v_cap := plan_claim.max_jobs;
+  -- Twice: who finds no room need not keep others from the queue until the claim commits.
+  for v_look in 1..2 loop
+    if v_look = 1 then
+      select q.* into v_queue
+      from taskboard.queues as q
+      where q.name = room_in.queue;
+    else
+      -- Held until the claim commits, so that the next one counts what this one starts. A busy row
+      -- means none of that queue now, never a wait.
+      select q.* into v_queue
+      from taskboard.queues as q
+      where q.name = room_in.queue and q.paused_at is null
+      for update skip locked;
+      if not found then
+        return 0;
+      end if;
+      if v_queue.max_running is not null then
+        perform taskboard.part_waiting(room_in.queue); -- lanes that are new
+      end if;
+      -- Now and then: under an old snapshot each of these reads what all before it have deleted.
+      if v_queue.max_starts is not null and random() < 0.01 then
+        delete from taskboard.queue_starts as s
+        where s.queue = room_in.queue
+          and s.started_at <= clock_timestamp() - v_queue.starts_per;
+      end if;
+    end if;
+    v_room := room_in.most;
     v_now := clock_timestamp();
     if v_queue.max_running is not null then
-      perform taskboard.part_waiting(v_queue.name); -- lanes that are new
-      v_cap := least(v_cap, v_queue.max_running - (
+      v_room := least(v_room, v_queue.max_running - (
         select count(*)
         from taskboard.lanes as l
         join taskboard.jobs as j on j.lane_id = l.id
-        where l.queue = v_queue.name and l.returns_to = l.id
+        where l.queue = room_in.queue and l.returns_to = l.id
           and j.claimable_at > v_now
           and j.claimable_at < 'infinity' and j.lease_token is not null));
     end if;
     if v_queue.max_starts is not null then
-      delete from taskboard.queue_starts as s
-      where s.queue = v_queue.name and s.started_at <= v_now - v_queue.starts_per;
-      v_cap := least(v_cap, v_queue.max_starts - (
+      v_room := least(v_room, v_queue.max_starts - (
         select coalesce(sum(s.jobs), 0)
         from taskboard.queue_starts as s
-        where s.queue = v_queue.name));
+        where s.queue = room_in.queue and s.started_at > v_now - v_queue.starts_per));
     end if;
-    if v_cap > 0 then
-      limited := limited || v_queue.name;
-      caps := caps || v_cap;
-    end if;
+    exit when v_room <= 0;
   end loop;
+  return v_room;
 end
 $$;
 
-comment on function taskboard.plan_claim(text[], integer) is
-$$Tell which queues a claim may take from, and how many from limited ones (internal).
-Called only when some queue is paused, limited, or reserved for roles. A job whose lease has lapsed
-does not count as running: a stalled worker may exceed max_running.$$;
+comment on function taskboard.room_in(text, integer) is
+$$Tell how many jobs a claim may take from a limited queue now (internal).
+At most so many. Where there is room the queue's row is locked until the transaction ends; 0 when
+another has it. A job whose lease has lapsed does not count as running: a stalled worker may exceed
+max_running.$$;
 
 create or replace function taskboard.count_starts(job_ids uuid[])
 returns void

@@ -11,9 +11,11 @@
 --
 -- What a session remembers is a plan: an array of texts, each a field of the lanes that a claim
 -- scans, in the order in which it scans them. Dates are seconds since 1970, and 0 is no floor.
---   1 a hash of queues and kinds, by which we know our own notes
+--   1 a hash of queues and kinds, by which we know our own notes; where some queue is paused or
+--     limited then "@" and the version of the settings, which each change of a queue makes anew
 --   2 when it was written     3 lanes     4, 5 their floors: date and place
---   6 1 for half a batch of returning jobs, 2 for fresh ones, 3 for the rest of the returning ones
+--   6 1 for half a batch of returning jobs, 2 for fresh ones, 3 for the rest of the returning
+--     ones; -1, -2, -3 the same in a limited queue
 --   7, 8 among how many lanes the half is divided, and what rounds it up
 --   9 when each floor was last begun anew
 --   10, 11, 12 candidates: date, transaction id (0 for none) and place
@@ -31,7 +33,7 @@ declare
   v_plan text[] := string_to_array(
     current_setting('taskboard.plan_' || (read_plan.key & 7)::text, true), '/');
 begin
-  if v_plan[1] = read_plan.key::text
+  if split_part(v_plan[1], '@', 1) = read_plan.key::text
     and date_part('epoch', read_plan.at) - v_plan[2]::float8 between 0 and 60
   then
     return v_plan;
@@ -94,7 +96,7 @@ $$Return the lanes of some queues and kinds, null for all (internal).
 Where there are very many, only those that have a job, and the known ones.$$;
 
 create or replace function taskboard.plan_scan(
-  queues text[], kinds text[], old text[], key bigint default null)
+  queues text[], kinds text[], old text[], key bigint default null, looks boolean default true)
 returns text[]
 language plpgsql
 security definer
@@ -105,7 +107,13 @@ set enable_bitmapscan = off
 set jit = off
 as $$
 declare
-  v_raise boolean := plan_scan.key is not null;
+  -- Read before the queues are: a plan may know more than its version says, never less.
+  v_version text := (
+    select case when s.queue_rights or s.queue_limits or s.paused_at is not null
+      then '@' || s.xmin::text else '' end
+    from taskboard.settings as s
+    where s.one_row);
+  v_raise boolean := plan_scan.key is not null and plan_scan.looks;
   v_mine bigint := pg_current_xact_id()::text::bigint;
   v_at numeric := extract(epoch from clock_timestamp());
   v_lanes integer[] := plan_scan.old[3]::integer[];
@@ -121,18 +129,25 @@ declare
 begin
   -- One statement, hence one snapshot, for the rows and for who is still running.
   with old as (
-    -- In random order, so that no lane of one priority starves; half of a batch is divided.
-    select l.id, l.priority, l.returning, l.nth,
-      count(*) over (partition by l.priority, l.returning) as many,
+    -- In random order, so that no lane of one priority starves; half of a batch is divided. Lanes
+    -- of a limited queue stand together, and so do those that have no limit.
+    select l.id, l.priority, l.returning, l.nth, l.turn, l.limited,
+      count(*) over (partition by l.priority, l.returning, l.limited) as many,
       coalesce(v_floors[l.n], 0) as floor, coalesce(v_places[l.n], 0) as place,
       coalesce(v_begun[l.n], 0) as begun, coalesce(v_ids[l.n], 0) as by,
       v_candidates[l.n] as candidate, v_candidate_places[l.n] as candidate_place,
       -- Twice a minute from the very beginning: a clock that stepped hides nothing for longer.
       v_at - coalesce(v_begun[l.n], 0) not between 0 and 30 as anew
     from (
-      select l.*, array_position(v_lanes, l.id) as n, row_number() over (
-          partition by l.priority, l.returning order by random()) as nth
-      from taskboard.lanes_of(plan_scan.queues, plan_scan.kinds, v_lanes) as l) as l
+      select l.*, array_position(v_lanes, l.id) as n,
+        min(random()) over (partition by l.priority, l.limited) as turn,
+        row_number() over (partition by l.priority, l.returning, l.limited order by random()) as nth
+      from (
+        select l.*, case when coalesce(q.max_running, q.max_starts) is not null
+          then q.name end as limited
+        from taskboard.lanes_of(plan_scan.queues, plan_scan.kinds, v_lanes) as l
+        left join taskboard.queues as q on q.name = case when v_version <> '' then l.queue end
+        where plan_scan.key is null or q.paused_at is null) as l) as l
   ), looked as (
     -- The first row of each lane that anybody could claim, or the start of our transaction.
     select o.*, coalesce(f.place, 0) as seen_place,
@@ -160,11 +175,12 @@ begin
     from risen as r
   )
   select array[
-    plan_scan.key::text, v_at::text, array_agg(p.id)::text,
+    plan_scan.key::text || v_version, v_at::text, array_agg(p.id)::text,
     array_agg(case when not v_raise then p.floor when p.lower then p.seen else p.next end)::text,
     array_agg(case when not v_raise then p.place when p.lower then p.seen_place
       else p.next_place end)::text,
-    array_agg(p.side)::text, array_agg(p.many)::text, array_agg(p.many - p.nth)::text,
+    array_agg(case when p.limited is null then p.side else -p.side end)::text,
+    array_agg(p.many)::text, array_agg(p.many - p.nth)::text,
     array_agg(case when p.anew then v_at else p.begun end)::text,
     array_agg(case when p.again then p.seen else p.candidate end)::text,
     array_agg(case when p.again then v_mine else p.by end)::text,
@@ -176,7 +192,7 @@ begin
     from noted as n
     join (values (true, 1), (false, 2), (true, 3)) as s (returning_lane, side)
       on s.returning_lane = n.returning
-    order by n.priority, s.side, n.nth) as p;
+    order by n.priority, n.turn, s.side, n.nth) as p;
   v_took := extract(epoch from clock_timestamp()) - v_at;
   v_plan[2] := (v_at + v_took)::text;
   v_plan := v_plan || '0.1'::text;
@@ -196,8 +212,9 @@ begin
 end
 $$;
 
-comment on function taskboard.plan_scan(text[], text[], text[], bigint) is
+comment on function taskboard.plan_scan(text[], text[], text[], bigint, boolean) is
 $$Plan in which order a claim scans lanes, and from which floors (internal).
-old: what the session remembers. With a key, queues and kinds hashed, it looks at the first row of
-each lane, raises the floors and remembers the plan; only where the transaction has changed nothing
-yet. Hints only: a lost one costs one longer scan.$$;
+old: what the session remembers. key: queues and kinds, hashed; without one it is for housekeeping,
+and paused queues are in the plan, too. looks: with a key, look at the first row of each lane, raise
+the floors and remember the plan; only where the transaction has changed nothing yet. Hints only: a
+lost one costs one longer scan.$$;

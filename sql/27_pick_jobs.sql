@@ -11,57 +11,92 @@ set jit = off
 as $$
 declare
   v_set record;
-  v_open text[] := pick_jobs.queues; -- queues without limits, null: all
-  v_from text[]; -- where a round takes from
-  v_limited text[];
-  v_caps integer[];
+  v_queues text[] := pick_jobs.queues;
   v_known text[] := taskboard.read_plan(pick_jobs.key, clock_timestamp());
+  v_age float8 := date_part('epoch', clock_timestamp()) - v_known[2]::float8;
   v_look boolean;
+  v_again boolean; -- what the session remembers will do for the first pass
   v_plan text[];
-  v_left integer;
+  v_part record;
+  v_limited text[] := array[]::text[]; -- limited queues with a due job,
+  v_rooms integer[] := array[]::integer[]; -- and how many each may still give
+  v_nth integer;
+  v_left integer := pick_jobs.max_jobs;
+  v_most integer;
   v_half integer;
   v_more tid[];
   v_picked tid[] := array[]::tid[];
   v_now timestamptz;
 begin
-  select s.max_lost_leases, s.queue_rights or s.queue_limits or s.paused_at is not null as special
+  select s.max_lost_leases, s.queue_rights, s.paused_at,
+    pick_jobs.key::text || '@' || s.xmin::text as version
   into v_set
   from taskboard.settings as s
   where s.one_row;
-  if v_set.special then
-    select p.open, p.limited, p.caps into v_open, v_limited, v_caps
-    from taskboard.plan_claim(pick_jobs.queues, pick_jobs.max_jobs) as p;
+  if v_set.paused_at is not null then
+    return null;
+  end if;
+  if v_set.queue_rights then
+    v_queues := array(
+      select distinct l.queue
+      from taskboard.lanes as l
+      where (pick_jobs.queues is null or l.queue = any (pick_jobs.queues))
+        and taskboard.may_use(l.queue));
   end if;
   -- A look at the floors only if this transaction has changed nothing: what it changed may still
   -- be undone, by a rollback of a prepared transaction even when the session's notes stay.
-  v_look := pick_jobs.first
-    and coalesce(
-      date_part('epoch', clock_timestamp()) - v_known[2]::float8 > v_known[13]::float8, true);
-  if v_look then
-    v_known := taskboard.plan_scan(
-      case when v_set.special then v_open || v_limited else v_open end, pick_jobs.kinds,
-      v_known, pick_jobs.key);
-  end if;
-  -- Limited queues first, as they are bounded; the last round takes from all others.
-  for v_round in reverse coalesce(cardinality(v_limited), 0)..0 loop
-    v_left := pick_jobs.max_jobs - cardinality(v_picked);
-    v_from := v_open;
-    if v_round > 0 then
-      v_from := array[v_limited[v_round]];
-      v_left := least(v_left, v_caps[v_round]);
+  v_look := pick_jobs.first and coalesce(v_age > v_known[13]::float8, true);
+  -- Where there are no limits, claim has tried that.
+  v_again := not v_look and not v_set.queue_rights and v_known[1] = v_set.version
+    and v_known[6] like '%-%' and v_age <= v_known[13]::float8;
+  for v_pass in 1..100 loop
+    if v_pass = 1 and v_again then
+      v_plan := v_known;
+    else
+      v_plan := taskboard.plan_scan(
+        v_queues, pick_jobs.kinds, v_known, pick_jobs.key, v_look and v_pass = 1);
     end if;
-    for v_pass in 1..100 loop
-      exit when v_left <= 0;
-      v_half := greatest(v_left / 2, 1);
-      v_plan := case when v_look and v_pass = 1 and not v_set.special then v_known
-        else taskboard.plan_scan(v_from, pick_jobs.kinds, v_known) end;
-      v_now := clock_timestamp();
+    if v_look and v_pass = 1 then
+      v_known := v_plan;
+    end if;
+    v_now := clock_timestamp();
+    -- By priority; in each, the lanes of each limited queue that has a due job, and the others.
+    for v_part in
+      select min(lane.n) as first, max(lane.n) as last,
+        case when lane.side < 0 then l.queue end as queue
+      from unnest(
+        v_plan[3]::integer[], v_plan[4]::float8[], v_plan[5]::integer[], v_plan[6]::integer[])
+        with ordinality as lane (id, floor, place, side, n)
+      left join taskboard.lanes as l on l.id = case when v_plan[6] like '%-%' then lane.id end
+      where lane.side > 0 or exists (
+        select from taskboard.jobs as p
+        where p.lane_id = lane.id
+          and p.claimable_at <= v_now
+          and (p.claimable_at, p.place) >= (to_timestamp(lane.floor), lane.place))
+      group by l.priority, 3
+      order by 1
+    loop
+      v_most := v_left;
+      if v_part.queue is not null then
+        v_nth := array_position(v_limited, v_part.queue);
+        if v_nth is null then
+          v_limited := v_limited || v_part.queue;
+          v_nth := cardinality(v_limited);
+          v_rooms[v_nth] := taskboard.room_in(v_part.queue, v_left);
+        end if;
+        v_most := least(v_left, v_rooms[v_nth]);
+        continue when v_most <= 0;
+      end if;
+      v_half := greatest(v_most / 2, 1);
       v_more := array(
         select due.ctid
         from (
-          select unnest(v_plan[3]::integer[]) as id, unnest(v_plan[4]::float8[]) as floor,
-            unnest(v_plan[5]::integer[]) as place, unnest(v_plan[6]::integer[]) as side,
-            unnest(v_plan[7]::bigint[]) as many, unnest(v_plan[8]::bigint[]) as rest) as lane
+          select unnest((v_plan[3]::integer[])[v_part.first:v_part.last]) as id,
+            unnest((v_plan[4]::float8[])[v_part.first:v_part.last]) as floor,
+            unnest((v_plan[5]::integer[])[v_part.first:v_part.last]) as place,
+            unnest((v_plan[6]::integer[])[v_part.first:v_part.last]) as side,
+            unnest((v_plan[7]::bigint[])[v_part.first:v_part.last]) as many,
+            unnest((v_plan[8]::bigint[])[v_part.first:v_part.last]) as rest) as lane
         cross join lateral (
           select p.ctid
           from taskboard.jobs as p
@@ -71,16 +106,23 @@ begin
             and (p.lease_token is null or (p.cancel_requested_at is null
               and p.lost_leases + 1 < coalesce(p.max_lost_leases, v_set.max_lost_leases)))
           order by p.lane_id, p.claimable_at, p.place
-          limit case lane.side when 1 then greatest((v_half + lane.rest) / lane.many, 1) end
-          offset case lane.side when 3 then greatest((v_half + lane.rest) / lane.many, 1) end
+          limit case abs(lane.side) when 1
+            then greatest((v_half + lane.rest) / lane.many, 1) end
+          offset case abs(lane.side) when 3
+            then greatest((v_half + lane.rest) / lane.many, 1) end
           for update skip locked) as due
-        limit v_left);
+        limit v_most);
       v_picked := v_picked || v_more;
       v_left := v_left - cardinality(v_more);
+      if v_part.queue is not null then
+        v_rooms[v_nth] := v_rooms[v_nth] - cardinality(v_more);
+      end if;
       exit when v_left = 0;
-      -- Exhausted jobs are passed over above and ended here; that may hand a turn on.
-      exit when taskboard.sweep_exhausted(v_plan, v_now, 100) = 0;
     end loop;
+    exit when v_left = 0;
+    continue when v_pass = 1 and v_again and (v_picked = '{}' or v_known[14] is not null);
+    -- Exhausted jobs are passed over above and ended here; that may hand a turn on.
+    exit when taskboard.sweep_exhausted(v_plan, v_now, 100) = 0;
   end loop;
   if v_look and v_left = 0 then
     perform taskboard.sweep_exhausted(v_known, v_now, 100);
@@ -121,7 +163,7 @@ begin
           to_timestamp(lane.floor) and sweep_exhausted.now
       order by p.lane_id, p.claimable_at, p.place
       limit sweep_exhausted.most) as c
-    where s.one_row and lane.side = 1 and c.lease_token is not null
+    where s.one_row and abs(lane.side) = 1 and c.lease_token is not null
       and (c.lost_leases + 1 >= coalesce(c.max_lost_leases, s.max_lost_leases)
         or c.cancel_requested_at is not null)
     limit sweep_exhausted.most));

@@ -61,7 +61,7 @@ $$;
 comment on function taskboard.evict(text, text) is
 $$Let all leases of a worker lapse now: its host is known to be dead.
 Returns the jobs. expired: anybody may claim it at once. busy: left, somebody has its row locked,
-perhaps a transaction that the host left open: end that one, by pg_terminate_backend, and call again.
+perhaps a transaction that the host left open: end it, by pg_terminate_backend, and call again.
 If the worker lives after all, its renewals are refused, and its completions count only until
 somebody has claimed again. reason: kept with the incident.
 Locks the rows for update in id order, and waits for none.

@@ -36,7 +36,7 @@ $$;
 \ir 22_require_lease.sql
 \ir 23_lease_status.sql
 \ir 24_next_claimable_at.sql
-\ir 25_plan_claim.sql
+\ir 25_limits.sql
 \ir 26_floor.sql
 \ir 27_pick_jobs.sql
 \ir 28_part_waiting.sql

@@ -59,15 +59,15 @@ CANCEL_FORGOTTEN: Final = Mutant(
 )  # fmt: skip
 
 PAUSE_IGNORED: Final = Mutant(
-    "pause that claims do not hear of", "pause", "25_plan_claim.sql",
-    (("          and (q.paused_at is not null or q.max_running is not null",
-      "          and (q.max_running is not null"),),
+    "pause that claims do not hear of", "pause", "26_floor.sql",
+    (("where plan_scan.key is null or q.paused_at is null)", "where true)"),),
     (),
 )  # fmt: skip
 
 LIMIT_IGNORED: Final = Mutant(
-    "limit of running jobs that claims do not count", "limits", "25_plan_claim.sql",
-    (("    if v_queue.max_running is not null then", "    if v_queue.max_running < 0 then"),),
+    "limit of running jobs that claims do not count", "limits", "25_limits.sql",
+    (("    if v_queue.max_running is not null then\n      v_room",
+      "    if v_queue.max_running < 0 then\n      v_room"),),
     (),
 )  # fmt: skip
 
