@@ -53,8 +53,8 @@ at_most: 0 to 5 minutes. At read committed only, and outside the transaction tha
 nobody can run it before that commits.
 Looks again after 5 ms, or a tenth of the time it has waited, or 0.25 s: no answer is later by more.
 It looks, because to be notified would cost everybody more: commits that notify take turns in all of
-the database, which cost half of the completions per second where we measured it. A look takes 20 to
-30 microseconds of the waiting session alone, a completion pays nothing, any pooler will do.
+the database, which cost half of the completions per second where we measured it. A look takes 30 to
+40 microseconds of the waiting session alone, a completion pays nothing, any pooler will do.
 A call holds its connection for as long as it waits. Where many wait, let them share a few: ask with
 at_most => '0' from a pool, every so often, and give the connection back in between.
 Errors: 22004, 22023. Role: taskboard_producer.$$;
