@@ -42,15 +42,18 @@ begin
       and char_length(v_worker) between 1 and 200
       and current_setting('transaction_isolation') = 'read committed' as is_fine,
     -- How old the plan is, in seconds; null if there is none, or one of other lanes.
-    case when case when s.queue_rights or s.queue_limits or s.paused_at is not null
-        -- It must be younger than the last change of a queue, and have no lane with a limit.
-        then v_plan[1] = v_key::text || '@' || s.xmin::text and v_plan[6] not like '%-%'
-          and not s.queue_rights and s.paused_at is null
-        else v_plan[1] = v_key::text end
-      then date_part('epoch', v_now) - v_plan[2]::float8 end as age
+    case when v_plan[1] = v_key::text then date_part('epoch', v_now) - v_plan[2]::float8 end as age
   into v_set
   from taskboard.settings as s
   where s.one_row;
+  if v_set.special then
+    -- The plan must be younger than the last change of a queue, and have no lane with a limit.
+    v_set.age := (
+      select date_part('epoch', v_now) - v_plan[2]::float8
+      from taskboard.settings as s
+      where s.one_row and v_plan[1] = v_key::text || '@' || s.xmin::text
+        and v_plan[6] not like '%-%' and not s.queue_rights and s.paused_at is null);
+  end if;
   v_quick := case when v_set.is_fine and v_set.age is not null
     then v_set.age between 0 and 30 * sign(v_plan[13]::float8) else false end;
   if v_lease is not null and v_set.is_fine then

@@ -110,8 +110,8 @@ MUTANTS: Final = (
         "20_claim.sql",
         (
             (
-                "then v_plan[1] = v_key::text || '@' || s.xmin::text and",
-                "then split_part(v_plan[1], '@', 1) = v_key::text and",
+                "v_plan[1] = v_key::text || '@' || s.xmin::text\n",
+                "split_part(v_plan[1], '@', 1) = v_key::text\n",
             ),
         ),
         (PLAN + "test_remembered_plan_is_not_followed_into_a_queue_that_is_paused_or_limited",),
