@@ -7,7 +7,8 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -810,12 +811,22 @@ def test_a_second_signal_ends_the_process_at_once_even_if_the_loop_is_blocked(
         assert runner.wait(2) == 128 + signal.SIGINT
 
 
+@contextmanager
+def hangups(how: signal.Handlers) -> Iterator[None]:
+    """What a process that is started in the block inherits: to end by them, or to ignore them."""
+    before = signal.signal(signal.SIGHUP, how)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_hangup_stops_like_sigterm_and_may_come_twice(
     dsn: str, db: Connection, tmp_path: Path, times: int
 ) -> None:
     job = enqueue(db, "nap", {"seconds": 60})
-    with process(dsn, tmp_path, "grace=0.5") as runner:
+    with hangups(signal.SIG_DFL), process(dsn, tmp_path, "grace=0.5") as runner:
         wait_for(lambda: runner.words() == ["1 began"])
         runner.popen.send_signal(signal.SIGHUP)
         wait_for(lambda: "stopping: " in runner.log.read_text())
@@ -828,18 +839,14 @@ def test_a_hangup_stops_like_sigterm_and_may_come_twice(
 def test_a_hangup_that_is_ignored_stops_nobody(
     dsn: str, db: Connection, tmp_path: Path
 ) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a process that is started inherits that
-    try:
-        job = enqueue(db, "nap", {"seconds": 0.5})
-        with process(dsn, tmp_path) as runner:
-            wait_for(lambda: runner.words() == ["1 began"])
-            runner.popen.send_signal(signal.SIGHUP)
-            wait_for(lambda: state(db, job)["state"] == "completed")
-            assert "stopping" not in runner.log.read_text()
-            runner.popen.terminate()
-            assert runner.wait() == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    job = enqueue(db, "nap", {"seconds": 0.5})
+    with hangups(signal.SIG_IGN), process(dsn, tmp_path) as runner:
+        wait_for(lambda: runner.words() == ["1 began"])
+        runner.popen.send_signal(signal.SIGHUP)
+        wait_for(lambda: state(db, job)["state"] == "completed")
+        assert "stopping" not in runner.log.read_text()
+        runner.popen.terminate()
+        assert runner.wait() == 0
 
 
 def test_a_handler_that_does_not_end_cannot_hold_up_the_stop(
