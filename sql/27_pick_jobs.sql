@@ -23,12 +23,11 @@ declare
   v_nth integer;
   v_left integer := pick_jobs.max_jobs;
   v_most integer;
-  v_half integer;
   v_more tid[];
   v_picked tid[] := array[]::tid[];
   v_now timestamptz;
 begin
-  select s.max_lost_leases, s.queue_rights, s.paused_at,
+  select s.queue_rights, s.paused_at,
     pick_jobs.key::text || '@' || s.xmin::text as version
   into v_set
   from taskboard.settings as s
@@ -87,31 +86,8 @@ begin
         v_most := least(v_left, v_rooms[v_nth]);
         continue when v_most <= 0;
       end if;
-      v_half := greatest(v_most / 2, 1);
-      v_more := array(
-        select due.ctid
-        from (
-          select unnest((v_plan[3]::integer[])[v_part.first:v_part.last]) as id,
-            unnest((v_plan[4]::float8[])[v_part.first:v_part.last]) as floor,
-            unnest((v_plan[5]::integer[])[v_part.first:v_part.last]) as place,
-            unnest((v_plan[6]::integer[])[v_part.first:v_part.last]) as side,
-            unnest((v_plan[7]::bigint[])[v_part.first:v_part.last]) as many,
-            unnest((v_plan[8]::bigint[])[v_part.first:v_part.last]) as rest) as lane
-        cross join lateral (
-          select p.ctid
-          from taskboard.jobs as p
-          where p.lane_id = lane.id and p.claimable_at <= v_now
-            and (p.claimable_at, p.place) >= (to_timestamp(lane.floor), lane.place)
-            and p.ctid <> all (v_picked)
-            and (p.lease_token is null or (p.cancel_requested_at is null
-              and p.lost_leases + 1 < coalesce(p.max_lost_leases, v_set.max_lost_leases)))
-          order by p.lane_id, p.claimable_at, p.place
-          limit case abs(lane.side) when 1
-            then greatest((v_half + lane.rest) / lane.many, 1) end
-          offset case abs(lane.side) when 3
-            then greatest((v_half + lane.rest) / lane.many, 1) end
-          for update skip locked) as due
-        limit v_most);
+      v_more := taskboard.lock_due(
+        v_plan[3:8], v_part.first, v_part.last, v_most, v_picked, v_now);
       v_picked := v_picked || v_more;
       v_left := v_left - cardinality(v_more);
       if v_part.queue is not null then
@@ -135,6 +111,52 @@ comment on function taskboard.pick_jobs(text[], text[], integer, bigint, boolean
 $$Pick and lock what a claim is to lease, at leisure (internal).
 With everything that may have to be heard: limits, rights, floors, new lanes, exhausted jobs.
 key: queues and kinds, hashed. first: the transaction has changed nothing yet.$$;
+
+create or replace function taskboard.lock_due(
+  lanes text[], first bigint, last bigint, most integer, besides tid[], now timestamptz)
+returns tid[]
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan
+set enable_seqscan = off
+set enable_bitmapscan = off
+set jit = off
+as $$
+declare
+  v_half bigint := greatest(lock_due.most / 2, 1);
+  v_lost integer;
+begin
+  select s.max_lost_leases into v_lost from taskboard.settings as s where s.one_row;
+  return array(
+    select due.ctid
+    from (
+      select unnest((lock_due.lanes[1]::integer[])[lock_due.first:lock_due.last]) as id,
+        unnest((lock_due.lanes[2]::float8[])[lock_due.first:lock_due.last]) as floor,
+        unnest((lock_due.lanes[3]::integer[])[lock_due.first:lock_due.last]) as place,
+        abs(unnest((lock_due.lanes[4]::integer[])[lock_due.first:lock_due.last])) as side,
+        unnest((lock_due.lanes[5]::bigint[])[lock_due.first:lock_due.last]) as many,
+        unnest((lock_due.lanes[6]::bigint[])[lock_due.first:lock_due.last]) as rest) as lane
+    cross join lateral (
+      select p.ctid
+      from taskboard.jobs as p
+      where p.lane_id = lane.id and p.claimable_at <= lock_due.now
+        and (p.claimable_at, p.place) >= (to_timestamp(lane.floor), lane.place)
+        and p.ctid <> all (lock_due.besides)
+        and (p.lease_token is null or (p.cancel_requested_at is null
+          and p.lost_leases + 1 < coalesce(p.max_lost_leases, v_lost)))
+      order by p.lane_id, p.claimable_at, p.place
+      limit case lane.side when 1 then greatest((v_half + lane.rest) / lane.many, 1) end
+      offset case lane.side when 3 then greatest((v_half + lane.rest) / lane.many, 1) end
+      for update skip locked) as due
+    limit lock_due.most);
+end
+$$;
+
+comment on function taskboard.lock_due(text[], bigint, bigint, integer, tid[], timestamptz) is
+$$Lock due jobs of some lanes of a plan, in its order (internal).
+lanes: fields 3 to 8 of the plan, of which only those from first to last count. besides: those that
+the caller has already. Passes over rows that others have locked.$$;
 
 create or replace function taskboard.sweep_exhausted(plan text[], now timestamptz, most integer)
 returns bigint

@@ -41,14 +41,14 @@ ATTEMPT_AS_FENCE: Final = Mutant(
 
 BATCH_WITHOUT_TOKENS: Final = Mutant(
     "batch of completions that looks at no token", "S2", "30_complete.sql",
-    (("    where j.id = w.id and j.lease_token = w.token and l.id",
-      "    where j.id = w.id and l.id"),),
+    (("    where j.id = any (array[w.id]) and j.lease_token = w.token and l.id",
+      "    where j.id = any (array[w.id]) and l.id"),),
     (),
 )  # fmt: skip
 
 BATCH_REVIVES: Final = Mutant(
     "batch of renewals without a deadline", "S2", "21_renew.sql",
-    (("    and j.claimable_at > v_now\n    and j.claimed_at", "    and j.claimed_at"),),
+    (("    and (j.claimable_at > v_now) is true\n    and j.claimed_at", "    and j.claimed_at"),),
     (),
 )  # fmt: skip
 

@@ -67,7 +67,7 @@ MUTANTS: Final = (
         "claim in two steps, look then update",
         "S1",
         "27_pick_jobs.sql",
-        (("          for update skip locked) as due", "          ) as due"),),
+        (("      for update skip locked) as due", "      ) as due"),),
         (CLAIM + "test_second_claim_passes_over_a_job_that_is_just_being_claimed[commit]",),
     ),
     Mutant(
@@ -204,8 +204,8 @@ MUTANTS: Final = (
         "27_pick_jobs.sql",
         (
             (
-                "where p.lane_id = lane.id and p.claimable_at <= v_now\n",
-                "where p.lane_id = lane.id and p.claimable_at <= v_now"
+                "where p.lane_id = lane.id and p.claimable_at <= lock_due.now\n",
+                "where p.lane_id = lane.id and p.claimable_at <= lock_due.now"
                 " + make_interval(mins => 2)\n",
             ),
         ),

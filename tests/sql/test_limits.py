@@ -25,7 +25,7 @@ from verbs import (
     state,
 )
 
-from support import expire
+from support import expire, wait_for
 
 pytestmark = pytest.mark.rows_only
 
@@ -280,12 +280,12 @@ def test_a_paused_queue_elsewhere_leaves_claims_their_quick_way_and_a_pause_coun
     call(db, "limit_queue", queue="elsewhere", max_running=1)
     call(db, "pause", queue="elsewhere")
     claims()
-    assert (1, 0) in [claims() for _ in range(20)]
+    wait_for(lambda: claims() == (1, 0), what="the quick way, once there is a new plan")
     call(db, "pause", queue="default")
     assert claims()[0] == 0
     call(db, "resume", queue="default")
     assert claims()[0] == 1
-    assert (1, 0) in [claims() for _ in range(20)]
+    wait_for(lambda: claims() == (1, 0), what="the quick way, once there is a new plan")
     call(db, "limit_queue", queue="default", max_running=0)
     assert claims()[0] == 0
     call(db, "limit_queue", queue="default")

@@ -58,7 +58,7 @@ DONE = {
     "retry_failed": "The failed jobs wait again.",
     "cancel": "The job is cancelled, or its worker is asked to stop.",
     "resolve": "The question is answered, and the job goes on.",
-    "evict": "The leases of this worker have ended.",
+    "evict": "The leases of this worker have ended, but for jobs that somebody has locked.",
     "pause": "Paused: what runs goes on, nothing more is claimed.",
     "resume": "The pause has ended.",
     "pause_schedule": "The schedule is changed.",
