@@ -187,7 +187,6 @@ def test_every_order_keeps_the_promises(
         ("two runners take the same occurrence", "scheduler, scheduler, commit, commit"),
         *(pytest.param(*case, marks=pytest.mark.wide) for case in (
             ("look at the token, then complete by id", "expire, claim, complete"),
-            ("renew reads the clock before the lock", "renew, lock, expire, claim"),
             ("completion not repeatable", "expire, claim, complete"),
         )),
     ],

@@ -33,11 +33,12 @@ KINDS = ("quick", "quick", "quick", "flaky", "early", "fenced", "effect", "threa
 HELD = 3  # jobs that begin before the upgrade and end after it
 # A change waits 1 s for a lock, and claims behind it; the rest is this machine's.
 STALL = timedelta(seconds=1 + 2)
-# What a runner may say: its own lines, what these handlers do, that a lock was in the way, and
-# what psycopg says when a stop meets a call.
+# What a runner may say: its own lines, what these handlers do, that a lock was in the way, that a
+# renewal took a quarter of its lease, and what psycopg says when a stop meets a call.
 EXPECTED = re.compile(
     r" INFO |again in \d+ s,|query cancellation interrupted"
     r"|in the way, trying again: canceling statement due to lock timeout"
+    r"|renewer: the database does not answer.*closed the connection"
 )
 
 
